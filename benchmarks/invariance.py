@@ -38,9 +38,7 @@ FUNCTIONS = {
     "sample": lambda x, keys, labels, **options: ps.sample(keys, x, **options),
     "sample_top_p": lambda x, keys, labels, **options: ps.sample(keys, x, top_p=0.9, **options),
     "filter_logits": lambda x, keys, labels, **options: ps.filter_logits(x, top_k=50, top_p=0.9, **options),
-    "verify": lambda x, keys, labels, **options: ps.verify(
-        keys, labels[:, None], jnp.stack([x, x], 1), **options
-    ),
+    "verify": lambda x, keys, labels, **options: ps.verify(keys, labels[:, None], jnp.stack([x, x], 1), **options),
     "route": lambda x, keys, labels, **options: ps.route(x[:, :EXPERTS], 8, **options),
 }
 PEERS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax, "logsumexp": jax.nn.logsumexp}
@@ -84,9 +82,7 @@ def _compare(part: Part, chosen: Any) -> list[Record]:
         if differ and record.ours and record.ran != "xla":  # XLA makes no promise
             record.status = "FAILED"
 
-    return driver.measure(
-        part, [*chosen.implementations, *["jax"] * (part.function in PEERS)], prepare, chosen
-    )
+    return driver.measure(part, [*chosen.implementations, *["jax"] * (part.function in PEERS)], prepare, chosen)
 
 
 def make_parts(chosen: Any) -> list[Part]:

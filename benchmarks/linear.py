@@ -374,9 +374,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     baseline = rows[rows.speedup == 1].contender.iloc[0]
     losses = [own for _, own in rows.groupby(case_columns(rows), sort=False)]
     height = 1.4 + sum(0.9 + 0.28 * len(own) for own in losses)
-    figure, axes = plot.pyplot().subplots(
-        len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height)
-    )
+    figure, axes = plot.pyplot().subplots(len(losses), 2, squeeze=False, layout="constrained", figsize=(11, height))
     for (speed, memory), own in zip(axes, losses):
         own = own.sort_values("speedup", ascending=False)
         plot.bars(speed, own, own.speedup, f"speed-up over {plot.words(baseline)}, times")

@@ -94,9 +94,7 @@ def attention(nn: Any, keys_and_values: dict[str, jax.Array], queries: jax.Array
     return _mean_square(jnp.einsum("bhqk,bkhd->bqhd", p, values))
 
 
-def loss(
-    nn: Any, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array, by_logsumexp: bool
-) -> jax.Array:
+def loss(nn: Any, weights: dict[str, jax.Array], hidden: jax.Array, labels: jax.Array, by_logsumexp: bool) -> jax.Array:
     logits = hidden @ weights["head"]
 
     def at_label(a: jax.Array) -> jax.Array:

@@ -177,9 +177,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
     ours["down"] = [f"{a.gate}: {a.k} of {a.experts}" for a in ours.itertuples()]
     ours["across"] = ours["dtype"] + "\n" + ours.direction
     titles = {"speedup": "speed-up over plain JAX, times", "of_topk": "time relative to fused_topk, times"}
-    tables = {
-        name: ours.pivot_table(index="down", columns="across", values=name, sort=False) for name in titles
-    }
+    tables = {name: ours.pivot_table(index="down", columns="across", values=name, sort=False) for name in titles}
     figure, width = plot.heat_maps(tables, titles, "gate: k of E experts")
     claim = f"route is {plot.span(ours.speedup)} as fast as plain JAX"
     claim += f", and takes {plot.span(ours.of_topk)} the time of fused_topk"

@@ -76,10 +76,7 @@ def functions(case: Case) -> dict[str, Callable[[jax.Array], Any]]:
     k, softmax = case.k, {SOFTMAX: lambda x: jax.nn.softmax(x)}
     if k is None:
         return {OURS: lambda x: pallas_softmax.softmax(x)} | softmax
-    of_topk = {
-        OURS: lambda x: pallas_softmax.fused_topk(x, k),
-        JAX: lambda x: lax.top_k(jax.nn.softmax(x), k),
-    }
+    of_topk = {OURS: lambda x: pallas_softmax.fused_topk(x, k), JAX: lambda x: lax.top_k(jax.nn.softmax(x), k)}
     return of_topk | softmax
 
 
@@ -226,9 +223,7 @@ COLUMNS = (
     *("status", "wall_p50_us", "speedup_wall", "device_us", "timed_by", "speedup_device"),
     *("of_linear", "of_softmax", "link_bytes", "error_eps", "ran"),
 )
-BENCHMARK = Benchmark(
-    "sharded", make_layouts, run_layout, COLUMNS, derive=compare, draw=picture, several=True
-)
+BENCHMARK = Benchmark("sharded", make_layouts, run_layout, COLUMNS, derive=compare, draw=picture, several=True)
 
 
 def define_flags() -> None:

@@ -81,9 +81,7 @@ def _draw(rows: Any, document: dict[str, Any], file: Path) -> None:
 
 run = functools.partial(run_case, contenders)
 COLUMNS = "ran", "status", "error_eps", "p50_us", "share_of_copy", "speedup", "slowdown", "first_result_s"
-BENCHMARK = Benchmark(
-    "softmax", make_cases, run, COLUMNS, baselines=("jax",), draw=_draw, bandwidths=("copy",)
-)
+BENCHMARK = Benchmark("softmax", make_cases, run, COLUMNS, baselines=("jax",), draw=_draw, bandwidths=("copy",))
 
 
 def define_flags() -> None:

@@ -39,14 +39,7 @@ class Comparison(NamedTuple):
 
 
 def _rows(
-    name: str,
-    file: str,
-    batch: int,
-    vocab: int,
-    dtype: str,
-    jax: str = "jax",
-    drawn: bool = False,
-    **case: str,
+    name: str, file: str, batch: int, vocab: int, dtype: str, jax: str = "jax", drawn: bool = False, **case: str
 ) -> Comparison:
     """Returns the comparison of a call on rows of logits."""
     case = {"batch": str(batch), "vocab": str(vocab), "dtype": dtype, "direction": "forward", **case}
@@ -168,15 +161,11 @@ def draw(narrow: bool = False) -> None:
 def _axes(plt: Any, narrow: bool) -> tuple[Any, Any, Any]:
     """Returns the figure, the axes of the times and the axes of the memory: side by side, or one below the other."""
     if narrow:
-        figure, (time, memory) = plt.subplots(
-            2, 1, figsize=(3.75, 4.6), height_ratios=(4, 1), facecolor="white"
-        )
+        figure, (time, memory) = plt.subplots(2, 1, figsize=(3.75, 4.6), height_ratios=(4, 1), facecolor="white")
         figure.subplots_adjust(left=0.17, right=0.84, top=0.8, bottom=0.03, hspace=0.5)
         time.set_position([0.05, 0.32, 0.77, 0.48])
     else:
-        figure, (time, memory) = plt.subplots(
-            1, 2, figsize=(8.33, 3.5), width_ratios=(3, 1), facecolor="white"
-        )
+        figure, (time, memory) = plt.subplots(1, 2, figsize=(8.33, 3.5), width_ratios=(3, 1), facecolor="white")
         figure.subplots_adjust(left=0.3, right=0.97, top=0.8, bottom=0.2, wspace=0.45)
     return figure, time, memory
 
@@ -192,9 +181,7 @@ def _draw_times(time: Any, drawn: list[Comparison], size: int) -> None:
             time.annotate(duration(us), (us, y), (shift, 0), textcoords="offset points", ha=side, va="center")
         speedup = f"{times(jax / ours)}×"
         at_the_right = ("axes fraction", "data")
-        time.annotate(
-            speedup, (1.03, y), xycoords=at_the_right, va="center", color=OURS, size=size, fontweight="bold"
-        )
+        time.annotate(speedup, (1.03, y), xycoords=at_the_right, va="center", color=OURS, size=size, fontweight="bold")
     time.set_xscale("log")
     time.set_xlim(5, 1e6)
     time.set_xticks([1e1, 1e2, 1e3, 1e4, 1e5], ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"])

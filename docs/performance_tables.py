@@ -33,11 +33,7 @@ PAGES = {path.stem: path for path in (ROOT / "docs" / "performance.md", *ROOT.gl
 _HEADS = {"shape": "rows × V", "columns": "V × columns", "vocab": "V", "size": "sequence, or V"}
 _HEADS |= {"contender": "", "sharding": "sharded along"}
 _FIELDS = {"shape": ["batch", "vocab"], "columns": ["batch", "vocab"], "statistics": ["contender"]}
-_STATISTICS = {
-    "auto": "`linear_token_stats`",
-    "logsumexp": "`linear_logsumexp`",
-    "log_probs": "`linear_log_probs`",
-}
+_STATISTICS = {"auto": "`linear_token_stats`", "logsumexp": "`linear_logsumexp`", "log_probs": "`linear_log_probs`"}
 _WORDS = {
     "auto": "`linear_cross_entropy`",
     "jax_inexact": "plain JAX, bfloat16 logits",

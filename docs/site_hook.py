@@ -49,31 +49,14 @@ TYPES = {
 REFERENCE = ROOT / "docs" / "reference.md"
 PARTS = "API reference"  # the entry of the navigation that lists the sections of docs/reference.md
 # How much a match on a page counts in the search, by the first part of its address. Others count 1.
-WEIGHTS = {
-    "faq": 3,
-    "reference": 3,
-    "limits": 2.5,
-    "install": 2.5,
-    "recipes": 2.5,
-    "about": 2.5,
-    "migration": 2,
-}
-WEIGHTS |= {
-    "serving": 2,
-    "tutorial": 2,
-    "sharding": 1.5,
-    "libraries": 1.5,
-    "accuracy": 1.5,
-    "performance": 1.2,
-}
+WEIGHTS = {"faq": 3, "reference": 3, "limits": 2.5, "install": 2.5, "recipes": 2.5, "about": 2.5, "migration": 2}
+WEIGHTS |= {"serving": 2, "tutorial": 2, "sharding": 1.5, "libraries": 1.5, "accuracy": 1.5, "performance": 1.2}
 WEIGHTS |= {"dev": 0.3}
 WEIGHTS |= {"CONTRIBUTING": 0.2, "CHANGELOG": 0.2, "benchmarks": 0.1}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 
 # an entry of the reference: a heading, if there is one, and a comment with a name and options
-ENTRY = re.compile(
-    r"(?:^### `[\w.]+`\n\n)?^<!-- (::: pallas_softmax\.(\w+))(?: |\n((?:    .*\n)*))-->$", re.MULTILINE
-)
+ENTRY = re.compile(r"(?:^### `[\w.]+`\n\n)?^<!-- (::: pallas_softmax\.(\w+))(?: |\n((?:    .*\n)*))-->$", re.MULTILINE)
 SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -158,11 +141,7 @@ def on_page_markdown(markdown, page, config, files):
         uri = path.removeprefix("docs/")
         if uri == "reference.md" and anchor:
             uri = places[anchor.removeprefix("#")]
-        names = (
-            uri,
-            f"{uri}/README.md",
-            *(f"{name}{end}" for name in (uri, path) for end in (".md", "/index.md")),
-        )
+        names = (uri, f"{uri}/README.md", *(f"{name}{end}" for name in (uri, path) for end in (".md", "/index.md")))
         on_site = [name for name in names if _is_on_site(files, name)]
         if on_site:
             place = posixpath.relpath(on_site[0], posixpath.dirname(page.file.src_uri) or ".")
@@ -172,9 +151,7 @@ def on_page_markdown(markdown, page, config, files):
             return text
         return f"{picture}[{text}]({place}{anchor})"
 
-    page.meta.setdefault("search", {}).setdefault(
-        "boost", WEIGHTS.get(re.split(r"[/.]", page.file.src_uri)[0], 1)
-    )
+    page.meta.setdefault("search", {}).setdefault("boost", WEIGHTS.get(re.split(r"[/.]", page.file.src_uri)[0], 1))
     is_reference = page.file.src_uri.startswith("reference")
     if page.file.abs_src_path is None and not is_reference:  # made by _add_source
         return markdown
@@ -232,8 +209,7 @@ def _breakable(code: re.Match) -> str:
     """Lets a long name break after an underscore, a dot, a slash or a parenthesis, and before a capital letter."""
     pieces = re.split(f"({_FLAG})", code[1])  # every other one is a flag
     pieces[::2] = [
-        re.sub(r"(?<=\w\w)[_./(]+(?=\w{3})|(?<=[A-Za-z])(?=[A-Z][a-z]{2})", r"\g<0><wbr>", text)
-        for text in pieces[::2]
+        re.sub(r"(?<=\w\w)[_./(]+(?=\w{3})|(?<=[A-Za-z])(?=[A-Z][a-z]{2})", r"\g<0><wbr>", text) for text in pieces[::2]
     ]
     return "<code>" + "".join(pieces) + "</code>"
 

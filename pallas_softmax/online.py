@@ -28,9 +28,7 @@ class Candidates(NamedTuple):
 
 
 @at_once("shape", "dtype", "of")
-def identity(
-    shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of: type[Sums] = Normalizer
-) -> Sums:
+def identity(shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of: type[Sums] = Normalizer) -> Sums:
     """Returns the normalizer of the empty set, neutral under `combine`: m = -inf, and sums of 0.
 
     Args:

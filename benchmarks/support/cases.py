@@ -16,10 +16,7 @@ from jax import random
 # name: its explanation, and the logits, from normal numbers x, the indices i in a row, and the key of other numbers
 LOGITS: dict[str, tuple[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]] = {
     "normal": ("standard normal numbers", lambda x, i, key: x),
-    "uniform": (
-        "0 to 1, as the paper's benchmark draws them",
-        lambda x, i, key: random.uniform(key, x.shape),
-    ),
+    "uniform": ("0 to 1, as the paper's benchmark draws them", lambda x, i, key: random.uniform(key, x.shape)),
     "peaked": ("normal, one in 1000 times 20", lambda x, i, key: _some(x, key, 1e-3, 20 * x)),
     # -0.0 is replaced: it ranks below 0.0, but both have the same softmax
     "ties": ("normal, rounded to integers", lambda x, i, key: jnp.where(abs(x) <= 0.5, 0.0, jnp.round(x))),

@@ -67,9 +67,7 @@ def named(name: str) -> Any:
 
 
 def ours(function: Callable[..., tuple[Any, Any]], names: tuple[str, ...]) -> list[Contender]:
-    return [
-        Contender(name, functools.partial(function, implementation=named(name)), ours=True) for name in names
-    ]
+    return [Contender(name, functools.partial(function, implementation=named(name)), ours=True) for name in names]
 
 
 def fetch(array: Any, indices: np.ndarray, axis: int) -> np.ndarray:
@@ -82,9 +80,7 @@ def fetch(array: Any, indices: np.ndarray, axis: int) -> np.ndarray:
     return (part.float() if part.is_floating_point() else part).numpy()
 
 
-def jax_call(
-    function: Callable[..., Any], *args: Any, ran: str = "", options: dict[str, bool] | None = None
-) -> Call:
+def jax_call(function: Callable[..., Any], *args: Any, ran: str = "", options: dict[str, bool] | None = None) -> Call:
     """Returns the call of a JAX function, compiled with XLA's `options`.
 
     The time to the first result includes the setup of Python and JAX, if this is the first call of the process. It

@@ -169,9 +169,7 @@ def _cannot_run(error: Exception) -> bool:
     return is_torchs or isinstance(error, NotImplementedError | ImportError | MemoryError)
 
 
-def program(
-    module: str, define_flags: Callable[[], None], *benchmarks: Benchmark
-) -> Callable[[list[str]], int]:
+def program(module: str, define_flags: Callable[[], None], *benchmarks: Benchmark) -> Callable[[list[str]], int]:
     """Returns the `main` of one benchmark or of several, which returns the largest exit code.
 
     Runs it if its module is the program: `module` is the module's __name__.

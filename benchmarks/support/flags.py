@@ -125,9 +125,7 @@ def define_decoding(**texts: str) -> None:
     define(**texts, sequence="How many tokens are decoded, one after the other.")
 
 
-def define_peers(
-    *of: dict[str, str], default: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")
-) -> None:
+def define_peers(*of: dict[str, str], default: tuple[str, ...] = ("jax", "jax_stable", "jax_unstable")) -> None:
     """Defines --peers. `of` has the names of peers with explanations."""
     names = {name: text for peers in of for name, text in peers.items()}
     default = tuple(name for name in default if name in names)

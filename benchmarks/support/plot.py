@@ -112,9 +112,7 @@ def heat(rows: Frame, document: dict[str, Any], file: Path, baseline: str, what:
     kind = lambda row: f"{row.logits} ({LOGITS[row.logits][0]})"  # noqa: E731
     ours["down"] = ours.apply(_shape if many else kind, axis=1)
     named_by_row = ("batch", "vocab", "k") if many else ("logits",)
-    across = [
-        name for name in case_columns(rows) if ours[name].map(str).nunique() > 1 and name not in named_by_row
-    ]
+    across = [name for name in case_columns(rows) if ours[name].map(str).nunique() > 1 and name not in named_by_row]
     ours["across"] = ours.apply(lambda row: "\n".join(_value(name, row[name]) for name in across), axis=1)
     caches = ours.fits_cache.fillna("") if "fits_cache" in ours else ours.dtype.map(lambda _: "")
     ours["cached"] = caches.ne("")

@@ -148,9 +148,7 @@ def provenance(commit: str = "", devices: int = 1) -> dict[str, Any]:
 
 def write(directory: Path, name: str, records: list[Record], run: dict[str, Any]) -> None:
     described = ("contender", "ours", "ran", "status", "reason")
-    rows = [
-        flat(record.case) | {of: getattr(record, of) for of in described} | record.found for record in records
-    ]
+    rows = [flat(record.case) | {of: getattr(record, of) for of in described} | record.found for record in records]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.json").write_text(as_text({"benchmark": name, "runs": [run], "rows": rows}))
 

@@ -135,12 +135,7 @@ def _kernel_starts(call: Call) -> list[list[float]]:
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         return [
-            [
-                event.start_ns
-                for line in plane.lines
-                if line.name.startswith("Stream")
-                for event in line.events
-            ]
+            [event.start_ns for line in plane.lines if line.name.startswith("Stream") for event in line.events]
             for plane in planes
             if plane.name.startswith("/device:GPU")
         ]

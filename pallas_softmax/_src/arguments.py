@@ -117,9 +117,7 @@ def parameter(function: str, name: str, value) -> Any:
     return to_array() if to_array else value
 
 
-def in_range(
-    function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False
-) -> Any:
+def in_range(function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
     """Returns one number, or one per row, for `at_once`; raises if a known number is not `accepted`.
 
     `wanted` says in words which numbers are. Integers above the int32 maximum are clamped to it.
@@ -205,9 +203,7 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
     if value.ndim == len(shape) and value.shape[axis] == 1:
         value = jnp.squeeze(value, axis)
     if not _broadcasts(value.shape, batch):
-        raise ValueError(
-            f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}"
-        )
+        raise ValueError(f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}")
     value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
     return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
 
@@ -216,9 +212,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(n in (1, full) for n, full in zip(shape[::-1], to[::-1]))
 
 
-def rows(
-    function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False
-) -> Rows:
+def rows(function: str, name: str, x, axis: Axis, where, axis_name: AxisName, *, boolean: bool = False) -> Rows:
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and not (boolean and x.dtype == jnp.bool_):
         raise TypeError(f"{function}: {name} must be a float, integer or complex array, got {x.dtype.name}")
@@ -275,9 +269,7 @@ def normalized_axes(function: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     except ValueError:
         raise ValueError(f"{function}: axis must name each axis once, got {axis!r}") from None
     except TypeError:
-        raise TypeError(
-            f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}"
-        ) from None
+        raise TypeError(f"{function}: axis must be None, an int or a sequence of ints, got {axis!r}") from None
     except OverflowError:
         raise ValueError(f"{function}: axis {axis} is out of bounds for {ndim} dimensions") from None
 

@@ -26,11 +26,7 @@ def stage_constants() -> contextlib.AbstractContextManager:
     or in `jax.shard_map`.
     """
     # an eager call takes 20 µs longer if a setting of JAX changes, even to the same value
-    return (
-        config.eager_constant_folding(False)
-        if config.eager_constant_folding.value
-        else contextlib.nullcontext()
-    )
+    return config.eager_constant_folding(False) if config.eager_constant_folding.value else contextlib.nullcontext()
 
 
 def as_weak_as(x: jax.Array, like: jax.Array) -> Any:

@@ -14,10 +14,7 @@ def misfit(x, *, any_integer: bool = False) -> tuple[type[Exception], str] | Non
     if isinstance(x, np.ndarray | np.generic):
         dtype = x.dtype
         if isinstance(x, np.ma.MaskedArray):
-            return (
-                ValueError,
-                "an array without a mask, got a masked array of numpy.ma; fill it with its filled()",
-            )
+            return (ValueError, "an array without a mask, got a masked array of numpy.ma; fill it with its filled()")
         # isbuiltin is 0 for another byte order or a structured dtype, 1 for NumPy's own dtypes, 2 for ml_dtypes
         if dtype.isbuiltin == 0 or (dtype.isbuiltin == 1 and dtype.char in "OSUVMmgGT"):
             order = "" if dtype.isnative else " in the byte order of the machine"
@@ -66,6 +63,4 @@ def _out_of_range(x) -> tuple[type[Exception], str] | None:
         return None
     info = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
     wanted = f"from {info.min} to {info.max} ({info.dtype})"
-    return next(
-        ((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None
-    )
+    return next(((ValueError, f"{wanted}, got {end}") for end in ends if not info.min <= end <= info.max), None)

@@ -157,9 +157,7 @@ def entropy(moments: Moments) -> jax.Array:
     return jnp.log(moments.d) - moments.t / moments.d
 
 
-def reduce(
-    x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer
-) -> Sums:
+def reduce(x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer) -> Sums:
     """Returns what the public `online.reduce` documents."""
     axes, x = tuple(axis % x.ndim for axis in axes), widen(x)
     if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export

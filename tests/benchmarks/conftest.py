@@ -28,9 +28,7 @@ def output_of(*command, **environment):
 
 def case_of(**changed) -> Case:
     """Returns a forward case of 6 x 40 float32."""
-    return dataclasses.replace(
-        Case(6, 40, "float32", "softmax", "none", -1, None, "forward", "normal", 0), **changed
-    )
+    return dataclasses.replace(Case(6, 40, "float32", "softmax", "none", -1, None, "forward", "normal", 0), **changed)
 
 
 @contextlib.contextmanager

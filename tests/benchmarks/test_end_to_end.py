@@ -32,10 +32,7 @@ def test_softmax_and_topk_together(tmp_path):
     printed = output_of(*command.split(), f"--output_dir={tmp_path}")
     assert "No kernels on this device" in printed
     # top-k ignores --function
-    for name, functions, share in (
-        ("softmax", {"logsumexp", "softmax"}, "copy"),
-        ("topk", {"softmax"}, "read"),
-    ):
+    for name, functions, share in (("softmax", {"logsumexp", "softmax"}, "copy"), ("topk", {"softmax"}, "read")):
         assert f"{name} on " in printed
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         document = result.read(tmp_path / f"{name}.json")

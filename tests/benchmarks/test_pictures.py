@@ -63,9 +63,7 @@ def test_the_picture_of_several_gpus(drawn):
     document = result.read(RESULTS / "sharded/sharded.json")
     figure = drawn(document, redraw.benchmark_of("sharded"))
     (ours,) = [line for line in figure.axes[1].lines if line.get_label() == "pallas_softmax"]
-    rows = [
-        row for row in document["rows"] if (row["vocab"], row["k"], row["contender"]) == (262144, 64, "ours")
-    ]
+    rows = [row for row in document["rows"] if (row["vocab"], row["k"], row["contender"]) == (262144, 64, "ours")]
     times = {row["devices"]: row["device_us"] for row in rows if row["sharding"] != "batch"}
     assert dict(zip(ours.get_xdata(), ours.get_ydata())) == times and len(times) > 2
     texts = [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
@@ -81,15 +79,11 @@ def test_the_committed_csvs_follow_from_their_json():
 
 def test_a_table_fits_and_explains_itself():
     wide = {"batch": 100_000, "function": "log_softmax", "where": "vocab", "axis": 0, "logits": "two_values"}
-    rows = [
-        row_of("auto", 1234567.0, **wide) | {"ran": "xla", "explain": "mosaic_gpu on cuda, xla elsewhere"}
-    ]
+    rows = [row_of("auto", 1234567.0, **wide) | {"ran": "xla", "explain": "mosaic_gpu on cuda, xla elsewhere"}]
     reasons = {"differs": "values 9.04x its bound, indices of 41 rows", "not run": "no " * 100}
     rows += [row_of("jax_unstable", 2.0, status, **wide) | {"reason": reasons[status]} for status in reasons]
     rows += [row_of("jax", 4.0, dtype="bfloat16", direction="backward")]
-    text = result.table(
-        result.frame({"runs": [{}], "rows": rows}, softmax.BENCHMARK), softmax.BENCHMARK.columns
-    )
+    text = result.table(result.frame({"runs": [{}], "rows": rows}, softmax.BENCHMARK), softmax.BENCHMARK.columns)
     assert max(map(len, text.splitlines())) <= result.WIDTH == 120
     assert text.startswith("No kernels on this device") and "run 1 of these 1 calls" in text
     assert "1,234,567" in text and "\np50_us: the median time" in text

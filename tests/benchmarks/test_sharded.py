@@ -98,9 +98,7 @@ def test_a_device_time_says_how_it_was_found(monkeypatch):
 def test_flags_become_layouts(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     chosen = parse(sharded, "--shapes=8x64x5,12x20", "--devices=4,1,8")
-    found = [
-        (each.case.batch, each.case.k, each.sharding, each.devices) for each in sharded.make_layouts(chosen)
-    ]
+    found = [(each.case.batch, each.case.k, each.sharding, each.devices) for each in sharded.make_layouts(chosen)]
     of_topk = [(8, 5, "batch", 4), (8, 5, "vocab", 4), (8, 5, "none", 1)]
     assert found == of_topk + [(12, None, *rest) for _, _, *rest in of_topk]
     with pytest.raises(ValueError, match="4 devices cannot share 6"):

@@ -9,19 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
-from tests.support.calls import (
-    ARRAYS,
-    FUNCTIONS,
-    LABELS,
-    MASK,
-    WITHOUT_GRADIENT,
-    V,
-    W,
-    X,
-    call,
-    float_sum,
-    plainly,
-)
+from tests.support.calls import ARRAYS, FUNCTIONS, LABELS, MASK, WITHOUT_GRADIENT, V, W, X, call, float_sum, plainly
 from tests.support.covering import first, first_values, pairs, values
 from tests.support.trees import assert_equal, assert_near
 
@@ -66,18 +54,14 @@ def test_floats_of_8_bits_are_no_misfits(dtype):
 
 
 def test_factors_without_a_common_dtype_are_named():
-    with pytest.raises(
-        ValueError, match="^logsumexp: a of float32 and b of float8_e5m2 have no common dtype"
-    ):
+    with pytest.raises(ValueError, match="^logsumexp: a of float32 and b of float8_e5m2 have no common dtype"):
         ps.logsumexp(X, b=X.astype(ml_dtypes.float8_e5m2))
 
 
 # --- Integers of 64 bits --------------------------------------------------------------------------------
 
 REAL = ("a", "b", "temperature", "top_p", "min_p", "token_weights", "label_smoothing", "z_loss")
-INTEGERS = [
-    (name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k", "lengths")
-]
+INTEGERS = [(name, of) for name, of in ARRAYS if of not in (*REAL, "labels", "draft_tokens", "top_k", "lengths")]
 INTEGERS.remove(("route", "bias"))
 
 
@@ -86,9 +70,7 @@ INTEGERS.remove(("route", "bias"))
 def test_integers_that_would_wrap_are_named(name, of, dtype):
     wide = dtype(WIDE) if dtype is int else np.full(FUNCTIONS[name][2][of].shape, WIDE, dtype)
     for f in (call, lambda *args, **changed: jax.eval_shape(lambda: call(*args, **changed))):
-        with pytest.raises(
-            ValueError, match=rf"^{name}: {of} must be from -?\d+ to \d+ \(u?int32\), got {WIDE}"
-        ):
+        with pytest.raises(ValueError, match=rf"^{name}: {of} must be from -?\d+ to \d+ \(u?int32\), got {WIDE}"):
             f(name, **{of: wide})
 
 
@@ -109,14 +91,11 @@ def test_labels_never_wrap(name, dtype):
         call(name, labels=WIDE)
 
 
-TAKEN = [
-    (name, of) for name, of in ARRAYS if of in ("a", "b", "temperature", "token_weights", "z_loss", "top_k")
-]
+TAKEN = [(name, of) for name, of in ARRAYS if of in ("a", "b", "temperature", "token_weights", "z_loss", "top_k")]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "of"),
-    first(2, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)]),
+    ("dtype", "name", "of"), first(2, [(dtype, *taken) for dtype, taken in values([int, np.int64, np.uint64], TAKEN)])
 )
 def test_wide_integers_of_real_arguments_become_floats(name, of, dtype):
     shape = () if dtype is int else FUNCTIONS[name][2][of].shape
@@ -229,8 +208,7 @@ PROMOTION = {
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "dtype", "wide"),
-    first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True])),
+    ("name", "setting", "dtype", "wide"), first(4, pairs(FUNCTIONS, PROMOTION, ["float32", "bfloat16"], [False, True]))
 )
 def test_strict_promotion(name, setting, dtype, wide):
     """Each argument has a dtype and a rank of its own: the call promotes none without a cast."""
@@ -243,9 +221,7 @@ def test_strict_promotion(name, setting, dtype, wide):
     narrow |= {"where": MASK[0, :, 0]} if name.startswith("linear") else {}
     arrays = FUNCTIONS[name][2]
     changed = {of: narrow[of] for of in arrays if of in narrow}
-    dtypes = {
-        of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits", "operand") if of in arrays
-    }
+    dtypes = {of: jnp.asarray(arrays[of], dtype) for of in ("x", "w", "a", "b", "logits", "operand") if of in arrays}
     of = next(iter(dtypes.keys() & {"x", "a", "logits", "operand"}))
 
     def value(x):

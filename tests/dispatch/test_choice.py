@@ -75,11 +75,7 @@ def test_every_length_and_alignment_is_supported(op):
     shapes = (1, 8), (128, 4096), (2**31, 1000), (1, 1), (7, 127), (1, 50257), (3, 1000003), (50000, 50257)
     for dtype, (rows, vocab) in itertools.product(DTYPES, (*shapes, (2**20, 262144))):
         other = dict(k=min(vocab, 2048)) if op == "topk" else dict(inner=None)
-        for capability, more in [
-            *((c, {}) for c in CAPABILITIES),
-            (HOPPER, dict(masked=True)),
-            (HOPPER, other),
-        ]:
+        for capability, more in [*((c, {}) for c in CAPABILITIES), (HOPPER, dict(masked=True)), (HOPPER, other)]:
             assert refusal("mosaic_gpu", call(op, dtype, rows, vocab, **more), capability) is None
 
 
@@ -122,9 +118,7 @@ def test_slower_kernels_run_only_if_named():
 
 
 def test_str_of_a_named_choice():
-    assert str(choose(call("topk"), "mosaic_gpu")) == (
-        "fused_topk float32[128, 16384], k=5: mosaic_gpu on cuda only"
-    )
+    assert str(choose(call("topk"), "mosaic_gpu")) == ("fused_topk float32[128, 16384], k=5: mosaic_gpu on cuda only")
     assert str(choose(call(), "xla")) == "softmax float32[128, 16384]: xla"
     nothing = choose(call(dtype="float64"), "mosaic_gpu")
     assert str(nothing).startswith("softmax float64[128, 16384]: nothing (mosaic_gpu: no kernel for float64")
@@ -166,9 +160,7 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
 def test_the_abstract_device_decides(kind, chosen):
     with device(kind):
         choice = ps.explain(ps.softmax, X)[0]
-        text = lowered(
-            lambda x: ps.softmax(x + 0), X
-        )  # jit caches traces by function, so this is a new function
+        text = lowered(lambda x: ps.softmax(x + 0), X)  # jit caches traces by function, so this is a new function
     assert choice.cuda == chosen
     assert ("custom_call @mosaic_gpu" in text) == (chosen == "mosaic_gpu")
     if chosen == "xla":
@@ -237,9 +229,7 @@ def test_explain_of_a_users_function():
 
 def test_a_choice_and_what_it_holds_are_shown_without_addresses():
     x, w = jnp.ones((8, 256), jnp.bfloat16), jnp.ones((256, 512), jnp.bfloat16)
-    for choice in ps.explain(
-        lambda: (ps.sample(jax.random.key(0), x), ps.route(x, 2), ps.linear_topk(x, w, 2))
-    ):
+    for choice in ps.explain(lambda: (ps.sample(jax.random.key(0), x), ps.route(x, 2), ps.linear_topk(x, w, 2))):
         assert repr(choice) == str(choice) and repr(choice.call) == str(choice.call)
         for each in choice, choice.call, choice.call.operation, choice.plan:
             assert "0x" not in repr(each) and "\n" not in repr(each)

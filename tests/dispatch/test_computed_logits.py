@@ -63,17 +63,12 @@ AT_TEMPERATURE = {
     "gradient of fused_topk": gradient(lambda x, t: ps.fused_topk(x, 3, temperature=t).values[:, 0]),
     "gradient of sample": gradient(lambda x, t: sample(x, temperature=t).log_probs),
     "gradient of token_stats": gradient(lambda x, t: ps.token_stats(x, LABELS, temperature=t).entropy),
-    "linear_token_stats": lambda x, **t: ps.linear_token_stats(
-        x[:, :8], W[:8, :16], LABELS % 16, softcap=5.0, **t
-    ),
+    "linear_token_stats": lambda x, **t: ps.linear_token_stats(x[:, :8], W[:8, :16], LABELS % 16, softcap=5.0, **t),
     "linear_sample": lambda x, **t: ps.linear_sample(KEY, x[:, :8], W[:8, :16], softcap=5.0, **t),
     "linear_topk": lambda x, **t: ps.linear_topk(x[:, :8], W[:8, :16], 3, softcap=5.0, **t),
 }
 FILTERED = {"filter_logits": ps.filter_logits, "sample": sample, "verify": verify}
-SELECTIONS = {
-    "top_k": lambda x: ps.top_k(x, 5),
-    "route": lambda x: ps.route(x, 3, bias=W[0], groups=4, top_groups=2),
-}
+SELECTIONS = {"top_k": lambda x: ps.top_k(x, 5), "route": lambda x: ps.route(x, 3, bias=W[0], groups=4, top_groups=2)}
 CASES = [
     *pairs(AT_TEMPERATURE, TEMPERATURES, LOGITS)[:15],
     *pairs(FILTERED, FILTERS, LOGITS)[:15],

@@ -25,11 +25,7 @@ MASK = np.random.default_rng(0).random(X.shape) < 0.7
 MASK[:, :K] = True  # every row has at least k unmasked positions
 
 
-SCORES = {
-    "softmax": jnp.exp,
-    "sigmoid": lax.logistic,
-    "sqrtsoftplus": lambda z: jnp.sqrt(jnp.log1p(jnp.exp(z))),
-}
+SCORES = {"softmax": jnp.exp, "sigmoid": lax.logistic, "sqrtsoftplus": lambda z: jnp.sqrt(jnp.log1p(jnp.exp(z)))}
 
 
 def divided(x, t):
@@ -80,10 +76,7 @@ FUNCTIONS = {
         lambda z, _: jnp.exp(z - log_sum(z)),
     ),
     "softmax of columns": (
-        lambda x, t, where: (
-            ps.softmax(divided(x, t).T, 0, where=None if where is None else where.T).T,
-            None,
-        ),
+        lambda x, t, where: (ps.softmax(divided(x, t).T, 0, where=None if where is None else where.T).T, None),
         lambda z, _: jnp.exp(z - log_sum(z)),
     ),
     "log_softmax": (
@@ -102,10 +95,7 @@ FUNCTIONS = {
         lambda x, t, where: ps.fused_topk(x, min(K, x.shape[1]), temperature=t, where=where, log=True),
         at_winners(lambda z: z - log_sum(z)),
     ),
-    "top_k": (
-        lambda x, t, where: ps.top_k(divided(x, t), min(K, x.shape[1]), where=where),
-        at_winners(lambda z: z),
-    ),
+    "top_k": (lambda x, t, where: ps.top_k(divided(x, t), min(K, x.shape[1]), where=where), at_winners(lambda z: z)),
     "sample": (drawn, at_winners(lambda z: z - log_sum(z))),
     "filter_logits": (
         lambda x, t, where: (ps.filter_logits(x, temperature=t, where=where, top_k=2), None),

@@ -39,9 +39,7 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("name", first_values(2, dict.fromkeys(["softmax", "top_k", *CALLS])))
-def test_a_call_is_one_program_with_the_result_and_the_name_of_the_function(
-    name, compiled, quick_compilation
-):
+def test_a_call_is_one_program_with_the_result_and_the_name_of_the_function(name, compiled, quick_compilation):
     got = call(name)
     assert len(compiled) == 1
     whole = jax.jit(functools.partial(call, name))
@@ -90,9 +88,7 @@ def first_result(name):
 
 
 ROWS = {name: first_result(name) for name in CALLS if name != "verify"} | {
-    "sample, keys": lambda x: (
-        ps.sample(jax.random.split(jax.random.key(0), BATCH), x, min_p=F32.type(0.1)).log_probs
-    ),
+    "sample, keys": lambda x: ps.sample(jax.random.split(jax.random.key(0), BATCH), x, min_p=F32.type(0.1)).log_probs,
     "sample, rbg": lambda x: ps.sample(jax.random.key(0, impl="rbg"), x).log_probs,
 }
 
@@ -169,9 +165,7 @@ def test_calls_of_online_transfer_nothing():
     of_functions = [getattr(ps.online, name) for name in ps.online.__all__]
     for f in (f for f in of_functions if inspect.isfunction(f)):
         names = [of for of, p in inspect.signature(f).parameters.items() if p.default is p.empty]
-        arguments = (
-            {of: given[of] for of in names} if f is not ps.online.merge else dict(a=winners, b=winners, k=2)
-        )
+        arguments = {of: given[of] for of in names} if f is not ps.online.merge else dict(a=winners, b=winners, k=2)
         with jax.transfer_guard("disallow"):
             f(**arguments)
     where = jnp.arange(8) < 7

@@ -63,11 +63,7 @@ BAD_TYPES = {
     **dict.fromkeys(("a", "operand"), {ARRAY: [[1.0, 2.0], (1.0, 2.0), None, "a", {}]}),
     "logits": {
         ARRAY: [[1.0, 2.0], (1.0, 2.0), None, "a", {}],
-        "must be a float or integer array, got (bool|complex64|key)": [
-            calls.MASK,
-            calls.X.astype("complex64"),
-            KEYS,
-        ],
+        "must be a float or integer array, got (bool|complex64|key)": [calls.MASK, calls.X.astype("complex64"), KEYS],
     },
     "where": {ARRAY: [[True, False, True]]},
     "axis": {"must be ": [1.5, "0", (0, 1.5)]},
@@ -118,10 +114,7 @@ BAD_TYPES = {
     "groups": {"must be .*2.0": [2.0]},
     "top_groups": {"must be .*1.0": [1.0]},
     "group_best": {"must be an integer, got 1.5": [1.5]},
-    "scale": {
-        f"{ARRAY} or a scalar, got '2'": ["2"],
-        "must be a real number, got (bool|complex64)": [True, 1j],
-    },
+    "scale": {f"{ARRAY} or a scalar, got '2'": ["2"], "must be a real number, got (bool|complex64)": [True, 1j]},
 }
 BAD_VALUES = {
     "operand": {"must be real, got complex64": [calls.X.astype("complex64")]},
@@ -133,21 +126,10 @@ BAD_VALUES = {
     "draft_log_probs": {r"must have the shape \(2, 2, 20\), got \(2, 1, 20\)": [calls.X[:, :1]]},
     "teacher_w": {r"teacher_x must be \(..., D\) and teacher_w \(D, V\)": [calls.W[:5]]},
     "teacher_bias": {r"must have the shape \(12,\)": [calls.BIAS[:11]]},
-    "beta": {
-        "must be from 0 to 1, got {}": [1.5, np.nan],
-        r"must be from 0 to 1, got shape \(2,\)": [np.ones(2)],
-    },
+    "beta": {"must be from 0 to 1, got {}": [1.5, np.nan], r"must be from 0 to 1, got shape \(2,\)": [np.ones(2)]},
     "teacher_softcap": {"must be None or from 1e-37": [0]},
     "implementation": {
-        r"must be None or one of \('mosaic_gpu', 'triton', 'xla'\), got {}": [
-            "cuda",
-            "",
-            "XLA",
-            b"xla",
-            1,
-            {},
-            [],
-        ],
+        r"must be None or one of \('mosaic_gpu', 'triton', 'xla'\), got {}": ["cuda", "", "XLA", b"xla", 1, {}, []],
         "must be None or one of .*, got (a|A)rray": [np.array(["xla"]), jnp.ones(2)],
     },
     "where": {
@@ -176,13 +158,9 @@ BAD_VALUES = {
     },
     "min_p": {"must be .*got {}": [-0.1, 2.0, WIDE], "must be a scalar(,| or).*got": [np.ones((2, 3, 20))]},
     "mode": {"must be None or one of": ["highest of all"]},
-    "key": {
-        r"must be one key or have the batch shape \(2,( 3)?\), got \(4,\)": [jax.random.split(KEYS[0], 4)]
-    },
+    "key": {r"must be one key or have the batch shape \(2,( 3)?\), got \(4,\)": [jax.random.split(KEYS[0], 4)]},
     "bias": {
-        r"must have the shape \((20|12),\).*, got \((11,|1, 12|)\)": [
-            np.zeros(n, F32) for n in (11, (1, 12), ())
-        ]
+        r"must have the shape \((20|12),\).*, got \((11,|1, 12|)\)": [np.zeros(n, F32) for n in (11, (1, 12), ())]
     },
     "w": {
         r"\(D, V\) for transpose_w=False, got \(2, 3, 20\) and \(12, 20\)": [calls.W.T],
@@ -206,9 +184,7 @@ BAD_VALUES = {
     "groups": {"must .*divide the 20 experts, got 3": [3], "must be at least 1.*got {}": [0, -3]},
     "top_groups": {"must be from 1 to groups=4, got {}": [None, 0, 5]},
     "group_best": {"must be from 1 to the .* experts of a group, got {}": [0, 9]},
-    "score": {
-        "must be one of .*'softmax', 'sigmoid'.*got .*(relu|None|softmax)": ["relu", None, ["softmax"]]
-    },
+    "score": {"must be one of .*'softmax', 'sigmoid'.*got .*(relu|None|softmax)": ["relu", None, ["softmax"]]},
     "scale": {
         "must be a finite number in the range of floats, got (1000|nan|inf)": [10**400, np.nan, np.inf],
         r"must be a scalar, got an array of shape \(2,\)": [np.ones(2)],
@@ -265,16 +241,10 @@ def test_traced_options_are_named(option):
 
 
 NO_GRADIENT = [(name, "temperature") for name in functions_with("workspace_bytes")]
-NO_GRADIENT += [
-    ("linear_cross_entropy", "z_loss"),
-    ("linear_cross_entropy", "label_smoothing"),
-    ("route", "scale"),
-]
+NO_GRADIENT += [("linear_cross_entropy", "z_loss"), ("linear_cross_entropy", "label_smoothing"), ("route", "scale")]
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [case for case in NO_GRADIENT if case[0] not in WITHOUT_GRADIENT]
-)
+@pytest.mark.parametrize(("name", "argument"), [case for case in NO_GRADIENT if case[0] not in WITHOUT_GRADIENT])
 def test_arguments_without_a_gradient_are_named(name, argument):
     def total(a):
         results = jax.tree.leaves(plainly(name, **{argument: a}))
@@ -304,9 +274,7 @@ def test_options_of_logsumexp_without_a_kernel():
             match="logsumexp: implementation must be None or 'xla' with b, return_sign or complex a, got 'mosaic_gpu'",
         ):
             ps.logsumexp(X, implementation="mosaic_gpu", **arguments)
-        with pytest.raises(
-            NotImplementedError, match="logsumexp: axis_name must be None with b, .*, got 'v'"
-        ):
+        with pytest.raises(NotImplementedError, match="logsumexp: axis_name must be None with b, .*, got 'v'"):
             ps.logsumexp(X, axis_name="v", **arguments)
 
 
@@ -328,9 +296,7 @@ def test_more_than_2_to_the_31_elements_can_be_traced():
     assert jax.eval_shape(functools.partial(topk, k=8), x).indices.shape == (2**15, 8)
 
 
-@pytest.mark.parametrize(
-    "f", [ps.softmax, ps.log_softmax, ps.logsumexp, lambda x: ps.fused_topk(x, 2).values]
-)
+@pytest.mark.parametrize("f", [ps.softmax, ps.log_softmax, ps.logsumexp, lambda x: ps.fused_topk(x, 2).values])
 def test_jet_names_the_way_out(f):
     x = jnp.arange(4.0)
     with pytest.raises(NotImplementedError, match="jet knows no kernels; nest jax.jvp"):
@@ -349,9 +315,7 @@ def soft(label_probs, labels=SOFT, **options):
 
 # what the error says: the call
 TYPE_ERRORS = {
-    "linear_cross_entropy: label_probs must be None or of real numbers, got dtype bool": lambda: soft(
-        SOFT > 1
-    ),
+    "linear_cross_entropy: label_probs must be None or of real numbers, got dtype bool": lambda: soft(SOFT > 1),
     "linear_cross_entropy: label_probs must be an array": lambda: soft([[1, 2, 3]]),
     "online.scan: x must be a floating or complex array, got int32": lambda: ps.online.scan(LABELS),
     "online.reduce: x must be a floating or complex array, got int32": lambda: ps.online.reduce(LABELS),
@@ -374,15 +338,11 @@ TYPE_ERRORS = {
     ),
     "argument.*'initial'": lambda: ps.softmax(X, **{"initial": 0.0}),  # jax.nn.softmax once had it
     "linear_log_probs: labels must be an array": lambda: ps.linear_log_probs(X, X.T, None),  # once -logsumexp
-    "labels must be an array or a scalar, got None": lambda: ps.linear_cross_entropy(
-        X, X.T, None, reduction=None
-    ),
+    "labels must be an array or a scalar, got None": lambda: ps.linear_cross_entropy(X, X.T, None, reduction=None),
     "linear_logsumexp: x must be of float16": lambda: ps.linear_logsumexp(X.astype(int), X.T),
     "linear_logsumexp: bias must be of": lambda: ps.linear_logsumexp(X, X.T, bias=LABELS),
     # Python functions raise the same
-    r"softmax\(\) takes from 1 to 3 positional arguments but 4 were given": lambda: ps.softmax(
-        *(X, -1, None, "xla")
-    ),
+    r"softmax\(\) takes from 1 to 3 positional arguments but 4 were given": lambda: ps.softmax(*(X, -1, None, "xla")),
     "fused_topk.*takes.*positional": lambda: topk(*(X, 1, -1)),
     r"fused_topk\(\) missing 1 required positional argument: 'k'": lambda: topk(*(X,)),
     r"softmax\(\) got multiple values for argument 'axis'": lambda: ps.softmax(*(X, 1), **{"axis": 1}),
@@ -398,9 +358,7 @@ VALUE_ERRORS = {
     r"online.reduce: where of shape \(2, 2, 3\) does not broadcast to": lambda: ps.online.reduce(
         X, where=jnp.ones((2, 2, 3), bool)
     ),
-    "online.reduce: where must be None or boolean, got dtype int32": lambda: ps.online.reduce(
-        X, where=LABELS
-    ),
+    "online.reduce: where must be None or boolean, got dtype int32": lambda: ps.online.reduce(X, where=LABELS),
     "online.reduce: chunk must be at least 1, got 0": lambda: ps.online.reduce(X, chunk=0),
     "fused_topk: .*axis": lambda: topk(jnp.float32(1), 1),
     r"fused_topk: k\b": lambda: topk(jnp.zeros((3, 0)), 1),
@@ -411,9 +369,7 @@ VALUE_ERRORS = {
     "token_stats: rank=True needs labels, got labels=None": lambda: ps.token_stats(X, rank=True),
     r"sample: logits of shape \(2, 0\) have nothing to draw": lambda: ps.sample(KEYS[0], X[:, :0]),
     **{
-        rf"^{name}: axis must name each axis once, got \(0, {i}\)": functools.partial(
-            getattr(ps, name), X, (0, i)
-        )
+        rf"^{name}: axis must name each axis once, got \(0, {i}\)": functools.partial(getattr(ps, name), X, (0, i))
         for name in NAMES
         for i in (0, -2)
     },
@@ -425,9 +381,7 @@ VALUE_ERRORS = {
     r"cross_entropy: label_probs must have .* \(2, 3, 3\), got \(2, 3, 2\)": lambda: soft(Q[..., :2]),
     r"cross_entropy: labels must have .*, \(2, 3, K\), got \(2, 3\)": lambda: soft(Q, calls.LABELS),
     r"cross_entropy: labels must have .*, \(2, 3\), got \(2, 3, 3\)": lambda: soft(None),
-    "cross_entropy: label_smoothing must be 0 with label_probs, got 0.1": lambda: soft(
-        Q, label_smoothing=0.1
-    ),
+    "cross_entropy: label_smoothing must be 0 with label_probs, got 0.1": lambda: soft(Q, label_smoothing=0.1),
     "label_smoothing must be 0 with label_probs, got .*Trace": lambda: jax.eval_shape(
         lambda s: soft(Q, label_smoothing=s), 0.0
     ),
@@ -476,9 +430,7 @@ LINEAR = [name for name, (*_, held) in calls.CALLS.items() if name.startswith("l
 def test_forward_mode_names_the_function_and_the_way_out(name):
     f, held = calls.total(name, calls.CALLS[name][2])
     ones = jax.tree.map(jnp.ones_like, held)
-    advice = (
-        rf"^{name.partition(',')[0]}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
-    )
+    advice = rf"^{name.partition(',')[0]}: forward-mode .* not available.*reverse mode.*pallas_softmax.logsumexp"
     for of in (f, jax.jit(f)):
         for forward in (
             *(lambda h, of=of, v=v: jax.jvp(lambda a: of(h | {v: a}), (h[v],), (ones[v],)) for v in held),

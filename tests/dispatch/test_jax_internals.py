@@ -75,9 +75,7 @@ def test_number_of_devices():
         )(x),
         (8, 8),
     )
-    lower_with(
-        rule, lambda probe, x: probe(x), (8, 8), mesh=AbstractMesh((1,), ("a",), axis_types=(AxisType.Auto,))
-    )
+    lower_with(rule, lambda probe, x: probe(x), (8, 8), mesh=AbstractMesh((1,), ("a",), axis_types=(AxisType.Auto,)))
     assert found == [8, 1, 1]
 
 

@@ -152,9 +152,7 @@ def test_export_with_a_symbolic_batch(name, platforms):
 
 
 @pytest.mark.parametrize(
-    ("name", "platforms"),
-    first(1, pairs(FUNCTIONS, [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")])),
-    ids=str,
+    ("name", "platforms"), first(1, pairs(FUNCTIONS, [("cpu", "cuda"), ("cuda", "tpu", "rocm", "cpu")])), ids=str
 )
 def test_export_for_several_platforms(name, platforms):
     """One module has the kernel for CUDA and plain JAX for the other platforms."""
@@ -166,7 +164,5 @@ def test_export_for_several_platforms(name, platforms):
 
 
 def test_a_named_kernel_is_not_exported_for_a_cpu():
-    with pytest.raises(
-        NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"
-    ):
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"):
         exported(lambda x: ps.softmax(x, implementation="mosaic_gpu"), X, ("cpu", "cuda"))

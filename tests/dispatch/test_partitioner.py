@@ -40,10 +40,7 @@ def report(request, tmp_path_factory):
     def run(folder):
         folder = folder / "portable"
         folder.mkdir()
-        return {
-            process: reports("portable_checks.py", process, str(folder), *asked)
-            for process in ("first", "second")
-        }
+        return {process: reports("portable_checks.py", process, str(folder), *asked) for process in ("first", "second")}
 
     return once(tmp_path_factory, "portable", run)
 
@@ -277,14 +274,11 @@ def assert_kernels_of_a_gpu(case, kernels):
     for shapes, call in divided_calls(program):
         specs = [P(*({16: "b", 4096: "v", 16384: "v"}.get(n) for n in shape)) for shape, _ in shapes]
         tiles = tuple(
-            jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec)))
-            for spec in specs
+            jax_internals.tiles(jax_internals.hlo_sharding(NamedSharding(mesh, spec), len(spec))) for spec in specs
         )
         module, *_ = partitioner._partition(tuple(shapes), tiles, call.encode())
         with mlir.make_ir_context():
             modules.append(str(mlir.ir.Module.parse(module)))
     assert modules
-    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), (
-        "a whole array"
-    )
+    assert not any(f"tensor<16x{n}x" in module for module in modules for n in (16384, 4096, 64)), "a whole array"
     assert {kernel for module in modules for kernel in kernel_names(module)} == kernels

@@ -87,9 +87,7 @@ def test_many_short_integers(name, dtype):
 
 def moved(axis, arrays):
     """Moves the row's axis of the arrays that have it."""
-    return {
-        of: jnp.moveaxis(a, -1, axis) if of in (*calls.LOGITS, "where") else a for of, a in arrays.items()
-    }
+    return {of: jnp.moveaxis(a, -1, axis) if of in (*calls.LOGITS, "where") else a for of, a in arrays.items()}
 
 
 WITH_AXIS = [*KEEP[:2], "logsumexp, rows", *KEEP[3:], "sample", "filter_logits", "token_stats"]
@@ -165,8 +163,7 @@ SHAPED = ("key", "labels", "label_probs", "draft_tokens", "draft_log_probs", "te
 
 
 @pytest.mark.parametrize(
-    ("name", "ones"),
-    first(1, in_turn([name for name in CALLS if broadcast(name)], ["100", "010", "110", "scalar"], 1)),
+    ("name", "ones"), first(1, in_turn([name for name in CALLS if broadcast(name)], ["100", "010", "110", "scalar"], 1))
 )
 def test_arguments_broadcast(name, ones):
     """Masks, temperatures and filters may have size 1 along any dimension of the batch, or be scalars."""
@@ -189,9 +186,7 @@ def test_labels_of_any_dtype(dtype):
 MODES = {
     "grad": lambda f, held: jax.grad(f)(held),
     "jvp of grad": lambda f, held: jax.jvp(jax.grad(f), (held,), (jax.tree.map(jnp.ones_like, held),))[1],
-    "grad of jvp": lambda f, held: jax.grad(lambda h: jax.jvp(f, (h,), (jax.tree.map(jnp.ones_like, h),))[1])(
-        held
-    ),
+    "grad of jvp": lambda f, held: jax.grad(lambda h: jax.jvp(f, (h,), (jax.tree.map(jnp.ones_like, h),))[1])(held),
 }
 OF_BAD_ROWS = [
     *[(name, mode) for mode in MODES for name in ("token_stats", "sample", "filter_logits")],
@@ -259,9 +254,7 @@ def test_labels_out_of_range(name):
     assert np.isfinite(dx).all()
 
 
-@pytest.mark.parametrize(
-    "transform", [jax.grad, slow(jax.jacfwd), slow(lambda f, n: jax.jacfwd(jax.grad(f, n), n))]
-)
+@pytest.mark.parametrize("transform", [jax.grad, slow(jax.jacfwd), slow(lambda f, n: jax.jacfwd(jax.grad(f, n), n))])
 @pytest.mark.parametrize(
     "name", first_values(0, ["fused_topk", "token_stats", "fused_topk, log", "sample", "filter_logits"])
 )

@@ -109,18 +109,14 @@ def test_few_shards_merge_like_many():
     d = np.where(m == -np.inf, 0, np.exp(d)).astype(np.float32)
     temperature = np.asarray([[1], [0.5], [1], [0], [0], [2]], np.float32)
     few = normalizers.Normalizer(m, d)
-    many = normalizers.Normalizer(
-        *(np.pad(a, ((0, 0), (0, 3)), constant_values=v) for a, v in ((m, -np.inf), (d, 0)))
-    )
+    many = normalizers.Normalizer(*(np.pad(a, ((0, 0), (0, 3)), constant_values=v) for a, v in ((m, -np.inf), (d, 0))))
     assert len(normalizers.split_if_few(few)) == 8
     assert len(normalizers.split_if_few(many)) == 1
     merged = (normalizers.combine_parts(parts, Temperature.of(temperature)) for parts in (few, many))
     for got, expected in zip(*merged):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     for join in normalizers._REDUCTIONS:
-        few_sum, many_sum = (
-            normalizers.reduce_split(join, parts) for parts in (normalizers.split_if_few(d), [d])
-        )
+        few_sum, many_sum = (normalizers.reduce_split(join, parts) for parts in (normalizers.split_if_few(d), [d]))
         np.testing.assert_allclose(few_sum, many_sum, rtol=1e-6)
 
 
@@ -151,12 +147,7 @@ WHOLE = tiles_of((1, 1), replicas=8)
         (8, [tiles_of((4, 2), (2, 4), (1, 0))], (2, 4), [[(1,), (0,)]]),
         (12, [tiles_of((4, 3))], (4, 3), [[(0,), (1,)]]),
         # axes of 2 x 3 and of 3 x 2 devices have no common refinement: the second array is replicated
-        (
-            6,
-            [tiles_of((2, 3)), tiles_of((3, 2)), tiles_of((6,))],
-            (2, 3),
-            [[(0,), (1,)], [(), ()], [(0, 1)]],
-        ),
+        (6, [tiles_of((2, 3)), tiles_of((3, 2)), tiles_of((6,))], (2, 3), [[(0,), (1,)], [(), ()], [(0, 1)]]),
         (12, [tiles_of((3, 4)), tiles_of((4, 3))], (3, 4), [[(0,), (1,)], [(), ()]]),
         (4, [np.array([[0, 2, 1, 3]])], (2, 2), [[(1, 0)]]),
         # no order of mesh axes gives these orders of devices
@@ -184,9 +175,7 @@ def test_every_division_of_mesh_axes_is_found(sizes):
         finer, (axes,) = decode.common_axes(n, [tiles])
         left = [i for i in range(len(finer)) if i not in sum(axes, ())]
         assert [math.prod(finer[i] for i in of) for of in axes] == dims
-        np.testing.assert_array_equal(
-            tiles, tiles_of(dims, finer, [*sum(axes, ()), *left], n // math.prod(dims))
-        )
+        np.testing.assert_array_equal(tiles, tiles_of(dims, finer, [*sum(axes, ()), *left], n // math.prod(dims)))
 
 
 PRIMES = {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 24: [2, 2, 2, 3]}

@@ -78,9 +78,7 @@ def test_ties_are_drawn_though_quotients_overflow(temperature):
     assert set(np.asarray(ps.sample(KEY, x, temperature=0.0).indices)) == {1}
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"), first(1, pairs(["fused_topk", "token_stats"], [4e-39, 3.4e38]))
-)
+@pytest.mark.parametrize(("name", "temperature"), first(1, pairs(["fused_topk", "token_stats"], [4e-39, 3.4e38])))
 def test_gradients_at_any_temperature(name, temperature):
     """Gradients are the exact ones divided by the temperature; on a CPU, subnormal ones are 0."""
     x, below = logits(temperature, 1)

@@ -27,9 +27,7 @@ def arrays_of(name):
     """Returns the arrays of a call in two parts: one with an element for each row, and one that all rows share."""
     arrays = dict(CALLS[name][2])
     if "key" in arrays:  # one for each draw
-        arrays["key"] = jax.random.split(
-            jax.random.key(1), BATCH if name in ("sample", "linear_sample") else BATCH[:1]
-        )
+        arrays["key"] = jax.random.split(jax.random.key(1), BATCH if name in ("sample", "linear_sample") else BATCH[:1])
         arrays |= {"top_k": None, "min_p": None}  # filter_logits has all filters, and compiles faster
     of_rows = {of: a for of, a in arrays.items() if np.shape(a)[:1] == BATCH[:1]}
     return of_rows, {of: a for of, a in arrays.items() if of not in of_rows}
@@ -150,8 +148,7 @@ OF_ROWS = [name for name in FUNCTIONS if CALLS[name][3] and not re.match("linear
 
 
 @pytest.mark.parametrize(
-    "name",
-    first_values(1, [*OF_ROWS, "logsumexp, rows", "linear_log_probs, several", "linear_cross_entropy"]),
+    "name", first_values(1, [*OF_ROWS, "logsumexp, rows", "linear_log_probs, several", "linear_cross_entropy"])
 )
 def test_gradient_of_what_slices_share(name):
     of_rows, shared = arrays_of(name)
@@ -191,9 +188,7 @@ def exported(f, shape):
     return export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct(shape, F32))
 
 
-@pytest.mark.parametrize(
-    "name", first_values(1, ["fused_topk", *(name for name in ROWS if name != "fused_topk")])
-)
+@pytest.mark.parametrize("name", first_values(1, ["fused_topk", *(name for name in ROWS if name != "fused_topk")]))
 def test_export_with_a_symbolic_shape(name):
     """The results of a program that was written to bytes keep their type, for example TopK or Normalizer."""
     order = 1 if name in ("log_softmax", "softmax", "logsumexp", "fused_topk", "top_k") else 0
@@ -236,9 +231,7 @@ def test_export_with_a_symbolic_number_of_winners(name):
 
 def test_a_symbolic_number_of_winners_must_be_known_to_fit():
     (k,) = export.symbolic_shape("k")
-    with pytest.raises(
-        ValueError, match="row's length 20, got k, which is not known to be; say so in the constr"
-    ):
+    with pytest.raises(ValueError, match="row's length 20, got k, which is not known to be; say so in the constr"):
         ps.fused_topk(np.ones(20, F32), k)
 
 

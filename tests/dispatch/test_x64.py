@@ -51,15 +51,11 @@ PROJECTIONS = {
         x, w, jnp.stack([labels] * 2, -1), label_probs=jnp.ones((N, 2))
     ),
     "linear_token_stats": lambda x, w, labels: ps.linear_token_stats(x, w, labels),
-    "linear_sample": lambda x, w, labels: ps.linear_sample(
-        jax.random.key(0), x, w, temperature=0.7, top_p=0.9
-    ),
+    "linear_sample": lambda x, w, labels: ps.linear_sample(jax.random.key(0), x, w, temperature=0.7, top_p=0.9),
     "linear_topk": lambda x, w, labels: ps.linear_topk(x, w, 7),
 }
 FAST = ("softmax", "fused_topk")
-CASES = [
-    (name, "float32", (128, 16384), "call") for name in (*FAST, *(name for name in ROWS if name not in FAST))
-]
+CASES = [(name, "float32", (128, 16384), "call") for name in (*FAST, *(name for name in ROWS if name not in FAST))]
 CASES += [("token_stats", "float32", (8, 16384), "call"), ("columns", "float32", (4096, 256), "gradient")]
 CASES += [
     (name, dtype, shape, way)
@@ -90,17 +86,12 @@ def assert_the_same_kernels(f, *arrays):
 @pytest.mark.parametrize(("name", "dtype", "shape", "way"), first(len(FAST), CASES))
 def test_rows(name, dtype, shape, way):
     call = (ROWS | ROUTERS)[name]
-    f = {
-        "call": call,
-        "where": lambda x: call(x, where=x > 0),
-        "gradient": jax.grad(lambda x: float_sum(call(x))),
-    }[way]
+    f = {"call": call, "where": lambda x: call(x, where=x > 0), "gradient": jax.grad(lambda x: float_sum(call(x)))}[way]
     assert_the_same_kernels(f, array(*shape, dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    first(0, [(name, d) for d in ("bfloat16", "float32", "float16") for name in PROJECTIONS]),
+    ("name", "dtype"), first(0, [(name, d) for d in ("bfloat16", "float32", "float16") for name in PROJECTIONS])
 )
 def test_projections(name, dtype):
     f = PROJECTIONS[name]

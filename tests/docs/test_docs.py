@@ -14,11 +14,7 @@ from tests.support.children import output_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
-]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).read_text()]
 RUNNABLE.remove("docs/recipes.md")  # its programs run one by one
 RECIPES = (ROOT / "docs/recipes.md").read_text()

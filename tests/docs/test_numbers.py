@@ -104,16 +104,13 @@ def test_the_sentences_of_the_performance_overview_are_true():
     long = pages.chosen("targets/softmax", "vocab >= 25000", contender="auto").share_of_copy
     read = pages.value("topk_targets/topk", "share_of_read", contender="auto", **top_k)
     block = pages.chosen("programs/programs", contender="auto", program="block").speedup.dropna()
-    attention = (
-        pages.chosen("attention/programs", contender=name, remat=False).p50_us for name in ("auto", "cudnn")
-    )
+    attention = (pages.chosen("attention/programs", contender=name, remat=False).p50_us for name in ("auto", "cudnn"))
     mine, cudnn = (times.to_numpy() for times in attention)
     assert not missing(
         PAGES["performance"],
         f"`softmax` reaches {pages.span(long, percent)} of the speed of a plain copy",
         f"a read of the logits at {percent(read)} of the speed of a plain sum",
-        f"{ours(linear, **memory)} GiB of temporaries instead of"
-        f" {ours(linear, **memory, contender='jax_float32')} GiB",
+        f"{ours(linear, **memory)} GiB of temporaries instead of {ours(linear, **memory, contender='jax_float32')} GiB",
         f"is {pages.span(block)} times as fast as with `jax.nn`",
         f"cuDNN's kernel is {pages.span(mine / cudnn)} times as fast as ours",
         f"takes {ours(linear, **ms)} ms where plain JAX with bfloat16 logits takes"

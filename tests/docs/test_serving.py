@@ -130,9 +130,7 @@ class Table:
         live, finished = [()], []
         for _ in range(self.length):
             pairs = itertools.product(live, range(len(self.log_p)))
-            found = sorted(
-                ((*text, token) for text, token in pairs), key=lambda text: -self.score(prompt, text)
-            )
+            found = sorted(((*text, token) for text, token in pairs), key=lambda text: -self.score(prompt, text))
             found = found[: (1 + len(self.ends)) * beams]
             finished += [self.score(prompt, text) for text in found if self.is_over(text)]
             live = [text for text in found if text[-1] not in self.ends][:beams]

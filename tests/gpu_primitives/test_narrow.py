@@ -53,7 +53,4 @@ def test_narrow(spread, measure):
         want = last, goal - measures[keys > last].sum()
         assert narrowed(keys, measures, spread, -spread, goal) == want
     total = measures.sum()  # also takes the place of a larger goal
-    assert narrowed(keys, measures, spread, -spread, total + 5) == (
-        keys.min(),
-        measures[keys == keys.min()].sum(),
-    )
+    assert narrowed(keys, measures, spread, -spread, total + 5) == (keys.min(), measures[keys == keys.min()].sum())

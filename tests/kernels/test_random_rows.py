@@ -8,16 +8,7 @@ import pytest
 import pallas_softmax as ps
 from tests.support import cases, oracle
 from tests.support.cases import BF16, F16, F32
-from tests.support.gpu import (
-    MAX_K,
-    THREADS,
-    assert_forward_and_grad,
-    assert_top_k,
-    assert_topk,
-    both,
-    top_k,
-    topk,
-)
+from tests.support.gpu import MAX_K, THREADS, assert_forward_and_grad, assert_top_k, assert_topk, both, top_k, topk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 

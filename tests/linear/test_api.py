@@ -204,8 +204,7 @@ def test_sample_at_edges():
     z, rows = x + bias, np.array([0, 3, 4])
     for t, mode in ((1e-40, "low"), (3e38, "low"), (1e-40, "high")):
         got, want = (
-            f(temperature=t, mode=mode)
-            for f in (functools.partial(sample, x, w), functools.partial(ps.sample, key, z))
+            f(temperature=t, mode=mode) for f in (functools.partial(sample, x, w), functools.partial(ps.sample, key, z))
         )
         np.testing.assert_array_equal(got.indices, want.indices)
         np.testing.assert_allclose(got.log_probs[rows], want.log_probs[rows], atol=1e-6)
@@ -229,10 +228,7 @@ def test_draws_and_winners_in_float64(x64):
     drawn, winners = ps.linear_sample(key, x, w, top_p=0.9), ps.linear_topk(x, w, 5)
     of_oracle, best = oracle.fused_topk(z, 5)
     want = ps.sample(key, z, top_p=0.9)
-    for indices, numbers, *of in (
-        (*drawn[:2], *want[:2]),
-        (*winners[::-1], best, of_oracle.astype("float64")),
-    ):
+    for indices, numbers, *of in ((*drawn[:2], *want[:2]), (*winners[::-1], best, of_oracle.astype("float64"))):
         assert numbers.dtype == "float64" and indices.dtype == "int32"
         np.testing.assert_array_equal(indices, of[0])
         np.testing.assert_allclose(numbers, of[1], rtol=1e-12)
@@ -428,9 +424,9 @@ def test_a_mean_without_weight_is_0(n, name, values):
     if name == "token_weights":
         held |= options
     with jax.debug_nans(True):
-        loss, gradients = jax.value_and_grad(
-            lambda held: ps.linear_cross_entropy(labels=labels[:n], **options | held)
-        )(held)
+        loss, gradients = jax.value_and_grad(lambda held: ps.linear_cross_entropy(labels=labels[:n], **options | held))(
+            held
+        )
     assert loss == 0 and not any(map(jnp.any, gradients.values()))
 
 
@@ -479,9 +475,7 @@ def test_export_of_any_depth():
     n, d, v = jax.export.symbolic_shape("n, d, v")
     x, labels = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((n,), "int32")
     loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=1)
-    exported = jax.export.export(jax.jit(jax.grad(loss, (0, 1))))(
-        x, jax.ShapeDtypeStruct((d, 100), "float32"), labels
-    )
+    exported = jax.export.export(jax.jit(jax.grad(loss, (0, 1))))(x, jax.ShapeDtypeStruct((d, 100), "float32"), labels)
     x_at, w_at, labels_at, _ = arrays(24, 8, 100, "float32")
     got, want = exported.call(x_at, w_at, labels_at), jax.grad(loss, (0, 1))(x_at, w_at, labels_at)
     jax.tree.map(close, got, want)
@@ -508,10 +502,7 @@ def test_winners_and_draws_have_no_gradient(transform):
 
 def test_explain_and_named_implementations():
     shapes = of_size(16, 8, 100)
-    for f, *others in (
-        [ps.linear_cross_entropy, shapes[2]],
-        [ps.linear_kl_divergence, *of_size(16, 24, 100)[:2]],
-    ):
+    for f, *others in ([ps.linear_cross_entropy, shapes[2]], [ps.linear_kl_divergence, *of_size(16, 24, 100)[:2]]):
         forward, gradient = ps.explain(f, *shapes[:2], *others, implementation="xla")
         assert str(forward).startswith(f"{f.__name__} bfloat16[16, 8] @ [8, 100]: xla")
         assert (forward.call.op, gradient.call.op) == ("projection", "projection_grad")

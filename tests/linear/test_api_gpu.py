@@ -45,9 +45,7 @@ def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
     assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "features", "peak"), pairs(DTYPES, ["", "bias", "softcap", "transposed"], [1, 40])
-)
+@pytest.mark.parametrize(("dtype", "features", "peak"), pairs(DTYPES, ["", "bias", "softcap", "transposed"], [1, 40]))
 def test_log_probs_and_token_stats(dtype, features, peak):
     assert_log_probs(dtype, features, peak, k=64, **SIZES)
     sizes = {"n": 301, "depth": 200, "vocab": 5003, "workspace_bytes": workspace(5003, 128)}
@@ -55,8 +53,7 @@ def test_log_probs_and_token_stats(dtype, features, peak):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "features", "k"),
-    [("bfloat16", "softcap", 5), ("float16", "bias", 64), ("float32", "transposed", 1)],
+    ("dtype", "features", "k"), [("bfloat16", "softcap", 5), ("float16", "bias", 64), ("float32", "transposed", 1)]
 )
 def test_topk(dtype, features, k):
     assert_topk(dtype, features, k, n=301, depth=200, vocab=50257, rows=128)

@@ -29,9 +29,7 @@ NUMBERS = [
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    ("dtype", "teacher_dtype", "options", "reduction", "beta", "peak"), first(1, NUMBERS)
-)
+@pytest.mark.parametrize(("dtype", "teacher_dtype", "options", "reduction", "beta", "peak"), first(1, NUMBERS))
 def test_values_and_gradients(dtype, teacher_dtype, options, reduction, beta, peak):
     keywords = OPTIONS if options else {}
     assert_divergence(dtype, teacher_dtype, beta, reduction, peak=peak, transpose_w=options, **keywords)
@@ -74,8 +72,7 @@ NOT_FINITE = {  # the biases of student and teacher, and the results for beta = 
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
-    ("beta", "reduction"),
-    first(3, [(0.5, "mean"), (0, None), (1, None), (0.5, None), (0, "mean"), (1, "mean")]),
+    ("beta", "reduction"), first(3, [(0.5, "mean"), (0, None), (1, None), (0.5, None), (0, "mean"), (1, "mean")])
 )
 def test_logits_that_are_not_finite(beta, reduction):
     """Values agree with the oracle. A result that is not finite has gradients of 0."""
@@ -107,8 +104,7 @@ def test_logits_that_are_not_finite(beta, reduction):
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
-    ("beta", "dtype"),
-    first(1, [(0.5, "float32"), (0, "bfloat16"), (1, "float32"), (0.1, "bfloat16"), (0, "float32")]),
+    ("beta", "dtype"), first(1, [(0.5, "float32"), (0, "bfloat16"), (1, "float32"), (0.1, "bfloat16"), (0, "float32")])
 )
 def test_equal_logits_give_exactly_0(beta, dtype):
     x, w, *_, bias, _ = small(dtype)
@@ -116,9 +112,7 @@ def test_equal_logits_give_exactly_0(beta, dtype):
     @jax.jit
     def run(x, w, teacher_x):
         options = {"beta": beta, "softcap": 3.0, "teacher_softcap": 3.0, "temperature": 0.7}
-        each, pullback = jax.vjp(
-            lambda x, w: losses(x, w, teacher_x, w, bias, bias, reduction=None, **options), x, w
-        )
+        each, pullback = jax.vjp(lambda x, w: losses(x, w, teacher_x, w, bias, bias, reduction=None, **options), x, w)
         return each, pullback(jnp.ones(6))
 
     for a in jax.tree.leaves(run(x, w, x)):

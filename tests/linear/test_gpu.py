@@ -144,9 +144,7 @@ def test_exponentials_are_computed_again(first_columns):
     labels = jnp.maximum(labels, 128)
     weights = np.ones(256)
     losses, _, dx, dw, *_ = linear.losses_and_gradients(x, w, labels, weights, bias=bias)
-    f = functools.partial(
-        ps.linear_cross_entropy, bias=jnp.asarray(bias), reduction="sum", implementation="mosaic_gpu"
-    )
+    f = functools.partial(ps.linear_cross_entropy, bias=jnp.asarray(bias), reduction="sum", implementation="mosaic_gpu")
     value, (got_dx, got_dw) = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w, labels)
     np.testing.assert_allclose(value, losses.sum(), rtol=1e-6)
     assert linear.rounded_errors(got_dx, dx) < 0.01 and linear.rounded_errors(got_dw, dw) < 0.01

@@ -70,9 +70,7 @@ def test_interpreted_divergence(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})]
-)
+@pytest.mark.parametrize(("head", "numbers"), [(Head(), {}), (Head(softcap=3.0, transpose_w=True), {"z_loss": 0.1})])
 def test_interpreted_gradient_at_the_label(head, numbers):
     """The label's term is subtracted in float32 and rounded once, although the kernel does not know the normalizer."""
     x, w, labels, _ = linear.arrays(8, 64, 320, "bfloat16", transpose_w=head.transpose_w)

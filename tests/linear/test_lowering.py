@@ -79,8 +79,7 @@ DIVERGENCES = [  # n, D, D', V, transpose_w, dtype, dtype of the teacher, chunks
 
 @each
 @pytest.mark.parametrize(
-    ("n", "depth", "teacher_depth", "vocab", "transpose_w", "dtype", "teacher_dtype", "chunks"),
-    first(1, DIVERGENCES),
+    ("n", "depth", "teacher_depth", "vocab", "transpose_w", "dtype", "teacher_dtype", "chunks"), first(1, DIVERGENCES)
 )
 def test_lowered_divergence(n, depth, teacher_depth, vocab, transpose_w, dtype, teacher_dtype, chunks, of):
     """The logits of both come from kernels; XLA multiplies a float32 teacher. Two more products give dx and dw."""

@@ -81,9 +81,7 @@ def test_products_of_kept_tokens(name):
 
     def rows(where):
         text = str(jax.make_jaxpr(jax.grad(f) if name.startswith("gradient") else f)(x, where))
-        return {int(rows) for rows in re.findall(r":f32\[(\d+),100\] = dot_general", text)} - {
-            8
-        }  # without dw
+        return {int(rows) for rows in re.findall(r":f32\[(\d+),100\] = dot_general", text)} - {8}  # without dw
 
     assert rows(jnp.arange(2048) % 2 == 0) == {640, 1152, 1664, 2048}
     assert rows(None) == {2048}

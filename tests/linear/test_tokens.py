@@ -32,13 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # --- Tokens that are left out ---------------------------------------------------------------------------
 
 
-FEW = {
-    "n": 21,
-    "depth": 8,
-    "vocab": 100,
-    "offset": 90,
-    "workspace_bytes": workspace(100, 8),
-}  # exp(90) overflows
+FEW = {"n": 21, "depth": 8, "vocab": 100, "offset": 90, "workspace_bytes": workspace(100, 8)}  # exp(90) overflows
 MANY = [["loss", "several", "topk"], ["mean", "stats", "divergence", "sample"]]
 SHARES = [(0.5, "float32"), (0.2, "bfloat16"), (0.0, "float32"), (0.95, "float16"), (1.0, "float32")]
 
@@ -60,11 +54,7 @@ def test_where(names, share, dtype, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("loss with options", {}),
-        ("mean", {"z_loss": 0.1}),
-        *(("mean of divergences", {"beta": b}) for b in BETAS),
-    ],
+    [("loss with options", {}), ("mean", {"z_loss": 0.1}), *(("mean of divergences", {"beta": b}) for b in BETAS)],
 )
 def test_no_intermediate_nan(name, options):
     """`jax_debug_nans` and checkify see intermediate values. -100 is the usual label of padding."""
@@ -97,9 +87,7 @@ def test_traced_options(reduction, per_token):
     @jit
     def f(x, w, *numbers):
         traces.append(1)
-        loss = functools.partial(
-            ps.linear_cross_entropy, workspace_bytes=workspace(300, 7), reduction=reduction
-        )
+        loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=workspace(300, 7), reduction=reduction)
         options = dict(zip(names, numbers), bias=bias)
         return jax.value_and_grad(lambda x, w: loss(x, w, labels, **options).sum(), (0, 1))(x, w)
 
@@ -223,9 +211,7 @@ def test_gradients_at_temperature_0(name):
 # --- return_logsumexp -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("reduction", "dtype"), first(1, [("mean", "float32"), ("sum", "float16"), (None, "float32")])
-)
+@pytest.mark.parametrize(("reduction", "dtype"), first(1, [("mean", "float32"), ("sum", "float16"), (None, "float32")]))
 def test_return_logsumexp(reduction, dtype):
     """The logsumexp equals linear_logsumexp, has no gradient, and is 0 for tokens that are left out."""
     x, w, labels, _ = arrays(20, 8, 100, dtype)

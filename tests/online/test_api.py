@@ -33,9 +33,7 @@ def logsumexp(pair):
 def assert_same_maximum(got, want):
     """Asserts that maxima are equal, except for denormals that are flushed to zero."""
     flushed = np.where(np.abs(want) < np.finfo(F32).tiny, 0, want)
-    np.testing.assert_array_equal(
-        np.where(got == want, want, np.asarray(got)), np.where(got == want, want, flushed)
-    )
+    np.testing.assert_array_equal(np.where(got == want, want, np.asarray(got)), np.where(got == want, want, flushed))
 
 
 def assert_pairs_close(a, b, ulps=8):
@@ -58,9 +56,7 @@ MOMENTS = hnp.arrays(
 ).map(lambda x: jax.tree.map(lambda a: np.asarray(a)[:, 0], reduce(x, -1, of=Moments)))
 
 
-@pytest.mark.parametrize(
-    ("of", "sums"), [(Normalizer, PAIRS), slow(Moments, MOMENTS)], ids=["pairs", "moments"]
-)
+@pytest.mark.parametrize(("of", "sums"), [(Normalizer, PAIRS), slow(Moments, MOMENTS)], ids=["pairs", "moments"])
 @FREE
 @given(data=st.data())
 def test_laws(of, sums, data):
@@ -78,10 +74,7 @@ def test_laws(of, sums, data):
 
 def test_identity():
     """It is also the total of nothing."""
-    empty, nothing = (
-        online.identity((2, 3), jnp.bfloat16),
-        [online.reduce(jnp.zeros(n)) for n in ((0,), (3, 0))],
-    )
+    empty, nothing = (online.identity((2, 3), jnp.bfloat16), [online.reduce(jnp.zeros(n)) for n in ((0,), (3, 0))])
     for pair, shape in [(empty, (2, 3)), (combine(empty, empty), (2, 3)), *zip(nothing, ((1,), (3, 1)))]:
         assert pair.m.shape == pair.d.shape == shape
         assert pair.m.dtype == pair.d.dtype == (jnp.bfloat16 if shape == (2, 3) else F32)
@@ -95,9 +88,7 @@ def test_combine_is_the_normalizer_of_the_union(of):
 
     @jax.jit
     def whole_and_halves(x):
-        halves = [
-            (online.reduce(x[:, :cut], of=of), online.reduce(x[:, cut:], of=of)) for cut in (1, 64, 128)
-        ]
+        halves = [(online.reduce(x[:, :cut], of=of), online.reduce(x[:, cut:], of=of)) for cut in (1, 64, 128)]
         return online.reduce(x, of=of), [online.combine(*pair) for pair in halves]
 
     whole, unions = whole_and_halves(x)
@@ -106,9 +97,7 @@ def test_combine_is_the_normalizer_of_the_union(of):
     infinite = ~has_nan & (x == np.inf).any(-1)
     for got in (whole, *unions):
         m, d = (np.asarray(a)[:, 0] for a in got[:2])
-        assert_pairs_close(
-            *(Normalizer(*(np.asarray(a)[finite] for a in pair[:2])) for pair in (got, whole)), ulps=64
-        )
+        assert_pairs_close(*(Normalizer(*(np.asarray(a)[finite] for a in pair[:2])) for pair in (got, whole)), ulps=64)
         assert np.isnan(m + d)[has_nan].all()
         assert (m[infinite] == np.inf).all()
         with np.errstate(invalid="ignore", over="ignore"):
@@ -149,9 +138,7 @@ def test_scan_of_a_prefix_of_neg_inf():
     np.testing.assert_array_equal(logsumexp(prefixes)[:2], [-np.inf, -np.inf])
 
 
-@pytest.mark.parametrize(
-    "v", first_values(1, [4097, 129, 1, 2, 9, 127, 128, 1000, 4095, 4096, 5000, cases.GPT2])
-)
+@pytest.mark.parametrize("v", first_values(1, [4097, 129, 1, 2, 9, 127, 128, 1000, 4095, 4096, 5000, cases.GPT2]))
 def test_reduce_is_logsumexp(v):
     """reduce agrees with logsumexp, also for lengths that need several chunks."""
     x = cases.rows(ALL, v)
@@ -172,9 +159,7 @@ def test_reduce_axes():
     long = cases.rows(["normal", "peaked"], 9000)
     calls = [(x, axis) for axis in axes] + [(long.T, 0), (long[:, :, None], 1), (long, (0, 1))]
     calls += [(long.reshape(2, 3, 3000), (1, 2))]
-    totals = jax.jit(lambda xs: [online.reduce(x, axis) for x, (_, axis) in zip(xs, calls)])(
-        [x for x, _ in calls]
-    )
+    totals = jax.jit(lambda xs: [online.reduce(x, axis) for x, (_, axis) in zip(xs, calls)])([x for x, _ in calls])
     for (x, axis), total in zip(calls, totals, strict=True):
         assert total.m.shape == total.d.shape == np.max(x, axis=axis, keepdims=True).shape
         want = oracle.logsumexp(x, axis, keepdims=True)
@@ -229,9 +214,7 @@ def test_merge_of_two_parts_is_the_top_k_of_the_whole(part, dtype):
         got = online.merge(*pair, k)
         assert got.indices.dtype == np.int32
         np.testing.assert_array_equal(got.indices, want)
-        np.testing.assert_array_equal(
-            np.asarray(got.values).astype(F32), np.take_along_axis(x, want, -1).astype(F32)
-        )
+        np.testing.assert_array_equal(np.asarray(got.values).astype(F32), np.take_along_axis(x, want, -1).astype(F32))
         np.testing.assert_array_equal(np.signbit(got.values), np.signbit(np.take_along_axis(x, want, -1)))
 
 
@@ -295,9 +278,7 @@ REFUSED = {
         for f in (online.scan, online.reduce)
     },
     **{
-        f"online.{f.__name__}: of must be Normalizer or Moments, got": [
-            (functools.partial(f, of=tuple), NUMBERS)
-        ]
+        f"online.{f.__name__}: of must be Normalizer or Moments, got": [(functools.partial(f, of=tuple), NUMBERS)]
         for f in (online.scan, online.reduce)
     },
     "online.reduce: where must be an array or a scalar, got": [

@@ -180,9 +180,7 @@ def not_finite(how, layout):
 
     for bad in ({"x": nan}, {"bias": inf}, {"labels": label}):
         # inside of jit, Explicit axes need no `jax.set_mesh`
-        (value, gradients), _ = execute(
-            mean, how, layout, arrays | bad, reduce=jax.lax.pmean, named_mesh=False
-        )
+        (value, gradients), _ = execute(mean, how, layout, arrays | bad, reduce=jax.lax.pmean, named_mesh=False)
         assert not np.isfinite(value)
         assert not any(np.any(np.asarray(g)) for g in gradients.values())
 

@@ -103,8 +103,7 @@ def arrays_of(case, on=None):
 def shapes_of(case, on, dtype: Any = np.float32):
     """Returns the shapes of `arrays_of`, without the arrays."""
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec))
-        for shape, spec in case.arrays.values()
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, spec)) for shape, spec in case.arrays.values()
     ]
 
 
@@ -128,9 +127,7 @@ def write(name, folder):
     assert_near(results, jax.jit(with_gradient(case))(*arrays_of(case)), 1e-4, 1e-6)
     assert_no_gather(case, compiled)
     (folder / f"{name}.results").write_bytes(pickle.dumps([*map(np.asarray, jax.tree.leaves(results))]))
-    exported = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(
-        *shapes_of(case, mesh())
-    )
+    exported = jax.export.export(jax.jit(with_gradient(case)), platforms=("cpu", "cuda"))(*shapes_of(case, mesh()))
     (folder / f"{name}.export").write_bytes(exported.serialize())
 
 
@@ -179,9 +176,7 @@ def cache(name, folder):
         compiled = lowered.compile()
     finally:
         jax.monitoring.clear_event_listeners()
-    assert [e.rsplit("/", 1)[-1] for e in events if "cache_hits" in e or "cache_misses" in e] == [
-        "cache_hits"
-    ], events
+    assert [e.rsplit("/", 1)[-1] for e in events if "cache_hits" in e or "cache_misses" in e] == ["cache_hits"], events
     assert_equal(jax.tree.leaves(compiled(*arrays)), pickle.loads((folder / f"{name}.results").read_bytes()))
 
 
@@ -207,8 +202,7 @@ def of_each(*checks, names=tuple(CASES)):
 
 
 CHECKS = {
-    "first": of_each(write)
-    | of_each(two_meshes, exported_gradient, names=("top_k", "sample", "linear_cross_entropy")),
+    "first": of_each(write) | of_each(two_meshes, exported_gradient, names=("top_k", "sample", "linear_cross_entropy")),
     "second": of_each(cache, executable, export),
 }
 

@@ -79,11 +79,7 @@ COLUMNS = [
 ]
 
 # (rows, V, dtype, CTAs, warpgroups, masked) of sample. One CTA; a cluster with rows not aligned to 16 bytes.
-SAMPLE = [
-    (4, 1003, "float32", 1, 2, True),
-    (4, 2048, "bfloat16", 2, 2, False),
-    (4, 1501, "float32", 3, 1, True),
-]
+SAMPLE = [(4, 1003, "float32", 1, 2, True), (4, 2048, "bfloat16", 2, 2, False), (4, 1501, "float32", 3, 1, True)]
 
 # (V, dtype, CTAs) of sample without filters.
 STREAM = [(2003, "float32", 1), (10_000, "bfloat16", 2)]

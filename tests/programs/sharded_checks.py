@@ -327,14 +327,7 @@ def by_lists():
     partitioner._partition.cache_clear()
 
 
-@each(
-    filters=FILTERS,
-    how=HOW,
-    impl=("threefry2x32", "rbg"),
-    exchanged=(False, True),
-    masked=(False, True),
-    most=12,
-)
+@each(filters=FILTERS, how=HOW, impl=("threefry2x32", "rbg"), exchanged=(False, True), masked=(False, True), most=12)
 def tokens(filters, how, impl, exchanged, masked):
     """With one key, tokens and filtered logits equal the results of one device. Few collectives always run.
 
@@ -445,14 +438,8 @@ def results_without_derivatives(name):
         )
 
     x, loss = jnp.maximum(arrays[of], -9), lambda x: x.sum() * integers(x)
-    for derivative in (
-        jax.grad(loss),
-        jax.jit(jax.grad(loss)),
-        lambda x: jax.jvp(loss, (x,), (x,))[1] / x.sum(),
-    ):
-        np.testing.assert_allclose(
-            derivative(x), np.broadcast_to(integers(x), jnp.shape(derivative(x))), rtol=1e-5
-        )
+    for derivative in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda x: jax.jvp(loss, (x,), (x,))[1] / x.sum()):
+        np.testing.assert_allclose(derivative(x), np.broadcast_to(integers(x), jnp.shape(derivative(x))), rtol=1e-5)
 
 
 # --- One table of all functions -------------------------------------------------------------------------
@@ -467,9 +454,7 @@ def arrays_of(name, dtype, **changed):
     x = logits(dtype) if np.dtype(dtype).kind not in "iu" else largest_integers(n, dtype)
     where = changed.get("where", masks()["full"])
     found = {
-        **dict.fromkeys(
-            calls.LOGITS, x if where is None or x.dtype.kind in "iu" else cases.spoil_masked(x, where)
-        ),
+        **dict.fromkeys(calls.LOGITS, x if where is None or x.dtype.kind in "iu" else cases.spoil_masked(x, where)),
         "where": where,
         "temperature": np.geomspace(0.5, 2, n, dtype=F32) * (np.arange(n) % 3 > 0),
         "lengths": rng.integers(-9, V + 9, n, np.int32),
@@ -494,18 +479,11 @@ def largest_integers(rows, dtype):
 PLAIN = {"where": None, "lengths": None}
 # name: (a call of tests/support/calls.py, the dtype of the 40 rows, changes)
 ROWS = {
-    **{
-        name: (name, F32, {})
-        for name in calls.CALLS
-        if name not in ("logsumexp", "verify") and name[:6] != "linear"
-    },
+    **{name: (name, F32, {}) for name in calls.CALLS if name not in ("logsumexp", "verify") and name[:6] != "linear"},
     **{f"fused_topk, k={k}": ("fused_topk", F32, {"k": k}) for k in (0, 33, V - 1, V)},
     **{f"top_k, {dtype}": ("top_k", np.dtype(dtype), {"k": 40}) for dtype in (BF16, "int8")},
     **{f"top_k, sorted={s}": ("top_k", BF16, {"k": 40, "sorted": s} | PLAIN) for s in (True, False)},
-    **{
-        f"{name}, bfloat16": (name, BF16, {"where": None})
-        for name in ("sample", "token_stats", "fused_topk, log")
-    },
+    **{f"{name}, bfloat16": (name, BF16, {"where": None}) for name in ("sample", "token_stats", "fused_topk, log")},
     **{
         f"{name}, {how}": (name, how if how[-1].isdigit() else F32, {"where": masks().get(how)})
         for name in ("softmax", "logsumexp, rows", "fused_topk")
@@ -543,10 +521,7 @@ def agrees(name, layout, how):
     arrays = arrays_of(call, dtype, **changed) if layout else given
     # without a layout, a call of a small batch: a mean over all rows, and one key
     spec = at.spec if layout or how not in BY_HAND else (None, "v")
-    linear, options = (
-        call.startswith("linear"),
-        {of: a for of, a in changed.items() if of not in (*given, "impl")},
-    )
+    linear, options = (call.startswith("linear"), {of: a for of, a in changed.items() if of not in (*given, "impl")})
     n, v = (len(NAMES), V) if layout else (calls.BATCH[0], calls.V)
     specs = {of: spec_of(of, a, n, None if linear else v, spec) for of, a in arrays.items()}
     of_floats = np.dtype(dtype).kind not in "iu"

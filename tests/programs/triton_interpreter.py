@@ -54,9 +54,7 @@ def _interpret(*inputs, kernel, out_type, grid, warps, constants, capability):
     held = [np.full(2 * margin + out.size * out.dtype.itemsize, 0xA5, np.uint8) for out in out_type]
     outputs = [a[margin:-margin].view(out.dtype) for a, out in zip(held, out_type)]
     arrays = [*inputs, *outputs]
-    pointers = [
-        SimpleNamespace(data_ptr=lambda a=a: a.ctypes.data, dtype=TYPES[a.dtype.name]) for a in arrays
-    ]
+    pointers = [SimpleNamespace(data_ptr=lambda a=a: a.ctypes.data, dtype=TYPES[a.dtype.name]) for a in arrays]
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         Run(kernel.rewrite(), kernel.arg_names, grid)(*pointers, **dict(constants))
     for a in held:
@@ -124,9 +122,7 @@ def test_combine_agrees_with_online():
     m1, m2 = (a.ravel() for a in np.meshgrid(m, m))
     d1, d2 = (a.ravel() for a in np.meshgrid(d, d))
     with np.errstate(all="ignore"):
-        want = online.combine(
-            *(online.Normalizer(jnp.asarray(m), jnp.asarray(d)) for m, d in [(m1, d1), (m2, d2)])
-        )
+        want = online.combine(*(online.Normalizer(jnp.asarray(m), jnp.asarray(d)) for m, d in [(m1, d1), (m2, d2)]))
     out = [jax.ShapeDtypeStruct(m1.shape, F32)] * 2
     got = launch(combine_kernel, [jnp.asarray(a) for a in (m1, d1, m2, d2)], out, (1,), 4, N=m1.size)
     np.testing.assert_array_equal(got[0], want.m)
@@ -205,17 +201,14 @@ def test_rows(op, v, dtype, names, plan):
 def test_plans_are_of_every_kind():
     chosen = [plan or triton_plan.plan_softmax("softmax", len(names), v, d) for v, d, names, plan in PLANS]
     assert {type(plan) for plan in chosen} == {Block, Long}
-    assert any(
-        isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS)
-    )
+    assert any(isinstance(plan, Block) and len(names) % plan.rows for plan, (*_, names, _) in zip(chosen, PLANS))
     assert {plan.parts > 1 for plan in chosen if isinstance(plan, Long)} == {True, False}
 
 
 # The mask of a part starts with the part in every operation; a backward reads two arrays in addition to the mask.
 MASKED = [(100, Block(4, 128, 1), *case) for case in itertools.product(cases.BROADCASTS, oracle.OPERATIONS)]
 MASKED += [
-    (503, Long(1, 512, 2, 64, 4), *case)
-    for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
+    (503, Long(1, 512, 2, 64, 4), *case) for case in itertools.product(("bhqv", "b11v", "bhq1"), oracle.OPERATIONS)
 ]
 OF_PARTS = [("1hqv", "log_softmax"), ("1hqv", "softmax_grad"), ("b1q1", "logsumexp")]
 MASKED += [(503, Long(3, 192, 1, 64, 4), *case) for case in OF_PARTS]

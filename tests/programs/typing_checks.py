@@ -39,9 +39,7 @@ def results_of_flags(x: jax.Array, w: jax.Array, labels: jax.Array, flag: bool) 
     loss: jax.Array = ps.linear_cross_entropy(x, w, labels)
     number = float(ps.linear_cross_entropy(x, w, labels, return_logsumexp=False))
     pair: tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(x, w, labels, return_logsumexp=True)
-    either: jax.Array | tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(
-        x, w, labels, return_logsumexp=flag
-    )
+    either: jax.Array | tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(x, w, labels, return_logsumexp=flag)
     total: jax.Array = ps.logsumexp(x, None, None, False, False)
     pair = ps.logsumexp(x, None, None, return_sign=True)
     either = ps.logsumexp(x, None, None, False, flag)

@@ -210,9 +210,7 @@ def test_calls_without_a_kernel(experts, k, options, dtype, reason):
     f = functools.partial(ps.route, k=k, **options)
     choice = ps.explain(f, x)[0]
     assert choice.cuda == choice.elsewhere == "xla" and reason in str(choice)
-    with pytest.raises(
-        NotImplementedError, match=f"^route: implementation='mosaic_gpu' cannot run .*{reason}"
-    ):
+    with pytest.raises(NotImplementedError, match=f"^route: implementation='mosaic_gpu' cannot run .*{reason}"):
         jax.eval_shape(functools.partial(f, implementation="mosaic_gpu"), x)
 
 

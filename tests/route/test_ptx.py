@@ -86,9 +86,7 @@ def test_exponentials(tile, score, is_exact):
         found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
         found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
         per_row[name] = found.reshape(tile.rows, tile.lanes)
-        np.testing.assert_array_equal(
-            per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape)
-        )
+        np.testing.assert_array_equal(per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape))
     m, d = (per_row[name][:, :1].astype("f8") for name in "md")
     assert not is_exact or not m.any()
     with np.errstate(all="ignore"):

@@ -14,7 +14,5 @@ def sample_rows(x, words, parameters, where=None, plan=None, interpret=INTERPRET
     plan = plan or plan_sample(x.shape[-1], x.dtype, HOPPER)
     noise = () if words is None else (jnp.asarray(words), 1)
     with interpreted(interpret):
-        results = mosaic_gpu.sample_rows(
-            plan, x, where, *(jnp.asarray(a)[:, None] for a in parameters), *noise
-        )
+        results = mosaic_gpu.sample_rows(plan, x, where, *(jnp.asarray(a)[:, None] for a in parameters), *noise)
     return [result[:, 0] for result in results]

@@ -35,9 +35,7 @@ KEY = jax.random.key(7)
 
 @jax.jit
 def operation(x, where, words, *parameters):
-    results = xla.sample(
-        x, where, words, *(None if a is None else a[..., None] for a in parameters), stride=1
-    )
+    results = xla.sample(x, where, words, *(None if a is None else a[..., None] for a in parameters), stride=1)
     return [a[..., 0] for a in results]
 
 
@@ -169,8 +167,7 @@ MANY = {"temperature": np.linspace(0, 2, 6, dtype=F32), "top_k": np.array([0, 1,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((6, 300), -1), ((300,), 0), ((4, 30, 7), 1), ((30, 4, 7), 0), ((3, 5, 1), 1)],
+    ("shape", "axis"), [((6, 300), -1), ((300,), 0), ((4, 30, 7), 1), ((30, 4, 7), 0), ((3, 5, 1), 1)]
 )
 def test_noise_of_words(shape, axis):
     """The noise equals jax.random.gumbel, and its words equal jax.random.bits, bit for bit."""

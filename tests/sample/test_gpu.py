@@ -154,12 +154,7 @@ def test_more_than_2_to_the_31_elements(filters):
 
 @pytest.mark.parametrize(
     ("v", "spread", "filters"),
-    [
-        (128256, 6.0, {}),
-        (128256, 6.0, {"top_k": 40}),
-        (1000, 1.0, {"top_p": 0.9}),
-        (1000, 1.0, {"min_p": 0.02}),
-    ],
+    [(128256, 6.0, {}), (128256, 6.0, {"top_k": 40}), (1000, 1.0, {"top_p": 0.9}), (1000, 1.0, {"min_p": 0.02})],
     ids=str,
 )
 def test_distribution(v, spread, filters):

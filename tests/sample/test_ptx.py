@@ -63,9 +63,7 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
 def assert_right(plan, x, words, parameters, labels, where=None, rng=None):
     kept = x if where is None else np.where(where, x, np.array(-np.inf, x.dtype))
     of_row, mask = [np.array([a]) for a in parameters], None if where is None else where[None]
-    assert_draws(
-        run_row(plan, kept, words, *parameters, rng=rng)[1], x[None], words[None], labels, of_row, mask
-    )
+    assert_draws(run_row(plan, kept, words, *parameters, rng=rng)[1], x[None], words[None], labels, of_row, mask)
     assert_cutoffs(run_row(plan, kept, None, *parameters, rng=rng)[1], x[None], labels, of_row, mask)
 
 
@@ -131,9 +129,7 @@ def test_ptx_of_values_near_zero(row, step):
 
 @pytest.mark.parametrize(
     ("row", "dtype", "more"),
-    first(
-        1, [([-1, 0], BF16, 0), ([0, -0.0], BF16, 0), ([0], BF16, 0), ([0, 1], BF16, 0), ([0, -0.0], F32, 1)]
-    ),
+    first(1, [([-1, 0], BF16, 0), ([0, -0.0], BF16, 0), ([0], BF16, 0), ([0, 1], BF16, 0), ([0, -0.0], F32, 1)]),
     ids=str,
 )
 def test_ptx_of_zeros_is_fast(row, dtype, more):

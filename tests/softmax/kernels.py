@@ -92,10 +92,7 @@ COLUMN_STRIPS = [
     (Strips(1000, 8, 4, 1, 128, 16, turns=2), F16, EVEN),
 ]
 # Columns that are only read, through fewer slots.
-READ_STRIPS = [
-    (Strips(1000, 8, 4, 1, 128, 3), F32, EVEN),
-    (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN),
-]
+READ_STRIPS = [(Strips(1000, 8, 4, 1, 128, 3), F32, EVEN), (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN)]
 # (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and segments that are not
 # aligned to 16 bytes; segments that overlap, or are all the same; single rows, or rows that together fill a multiple of
 # 16 bytes.

@@ -122,8 +122,7 @@ def test_shifting_a_row_changes_nothing(name):
 def test_gradient_of_special_values_agrees_with_jax(name):
     x = cases.rows(list(cases.SPECIAL), 9)
     got, want = (
-        value_and_vjp(lambda x, f=f: getattr(f, name)(x, -1))(x, cotangent_of(name, x))[1]
-        for f in (ps, jax.nn)
+        value_and_vjp(lambda x, f=f: getattr(f, name)(x, -1))(x, cotangent_of(name, x))[1] for f in (ps, jax.nn)
     )
     for i, row in enumerate(cases.SPECIAL):
         np.testing.assert_allclose(got[i], want[i], rtol=1e-5, atol=1e-6, err_msg=row)
@@ -194,9 +193,7 @@ def run(f, calls):
             return y, None
         return y, jax.vjp(lambda x: f(x, **arguments), x)[1](jnp.asarray(cases.cotangent(y.shape)))[0]
 
-    return jax.jit(lambda xs: [of(x, arguments) for x, (_, arguments) in zip(xs, calls)])(
-        [x for x, _ in calls]
-    )
+    return jax.jit(lambda xs: [of(x, arguments) for x, (_, arguments) in zip(xs, calls)])([x for x, _ in calls])
 
 
 TOGETHER = [("softmax", "some of each"), *(("logsumexp", calls) for calls in OF_LOGSUMEXP)]
@@ -210,9 +207,7 @@ def test_calls_agree_with_jax_nn(name, calls):
     Types, weak types and shapes agree too. No result is less accurate than jax.nn's by more than a factor of two.
     """
     calls = (CALLS | OF_LOGSUMEXP)[calls]
-    for (x, arguments), (y, dx), (want_y, want_dx) in zip(
-        calls, *(run(getattr(f, name), calls) for f in (ps, jax.nn))
-    ):
+    for (x, arguments), (y, dx), (want_y, want_dx) in zip(calls, *(run(getattr(f, name), calls) for f in (ps, jax.nn))):
         assert jax.tree.structure(y) == jax.tree.structure(want_y)
         jax.tree.map(assert_same, y, want_y)
         if dx is not None:
@@ -236,9 +231,7 @@ def test_where_of_higher_rank_broadcasts_x(name, axis):
     assert_same(getattr(ps, name)(x, axis, where), got) if name in ELEMENTWISE else None
 
 
-@pytest.mark.parametrize(
-    ("name", "poison", "mask"), first(1, pairs(NAMES, [np.nan, 0.0, np.inf], MASKS)), ids=str
-)
+@pytest.mark.parametrize(("name", "poison", "mask"), first(1, pairs(NAMES, [np.nan, 0.0, np.inf], MASKS)), ids=str)
 def test_gradient_with_where(name, mask, poison):
     """Gradients of masked elements are 0 and the others finite, even if masked logits and cotangents are NaN."""
     where = MASKS[mask]
@@ -277,9 +270,7 @@ ELEMENTS = st.one_of(
     st.floats(-100, 100, width=32),
     st.floats(width=32),
 )
-compiled = jax.jit(
-    lambda name, axis, x, where: getattr(ps, name)(x, axis, where=where), static_argnums=(0, 1)
-)
+compiled = jax.jit(lambda name, axis, x, where: getattr(ps, name)(x, axis, where=where), static_argnums=(0, 1))
 
 
 @st.composite

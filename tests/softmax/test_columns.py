@@ -129,12 +129,7 @@ def test_plan(op, shape, dtype, want):
     assert (dataclasses.replace(plan, reserved_bytes=0) if isinstance(plan, Tile) else plan) == want
 
 
-CTAS = [
-    ((8, 21, 262143), F32, 2),
-    ((8, 21, 262143), BF16, 4),
-    ((8, 7, 500001), F32, 4),
-    ((8, 21, 262142), F32, 0),
-]
+CTAS = [((8, 21, 262143), F32, 2), ((8, 21, 262143), BF16, 4), ((8, 7, 500001), F32, 4), ((8, 21, 262142), F32, 0)]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "ctas"), CTAS, ids=str)

@@ -29,16 +29,7 @@ from tests.support.gpu import (
     of_repeated_rows,
     on_a_gpu,
 )
-from tests.support.lowering import (
-    CALLS,
-    MASKS,
-    array,
-    kernel_names,
-    kernel_results,
-    lowered,
-    mask_of,
-    square_sum,
-)
+from tests.support.lowering import CALLS, MASKS, array, kernel_names, kernel_results, lowered, mask_of, square_sum
 from tests.support.twins import fewer_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,14 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # (V, dtype, rows), with the package's plans. Rows over 2 to 128 lanes, several to a CTA; whole vectors and single
 # elements; several vectors per lane.
-TILES = [
-    (129, F32, FEW[:1]),
-    (7, F16, FEW),
-    (1000, F32, ALL),
-    (2, BF16, FEW),
-    (127, F32, FEW),
-    (128, BF16, FEW),
-]
+TILES = [(129, F32, FEW[:1]), (7, F16, FEW), (1000, F32, ALL), (2, BF16, FEW), (127, F32, FEW), (128, BF16, FEW)]
 TILES += [(1003, F16, FEW), (5000, F32, FEW[:3]), (1, F32, FEW), (129, F16, FEW), (1000, BF16, ALL)]
 CASES = first(1, pairs(oracle.OPERATIONS, TILES)) + first(1, pairs(oracle.OPERATIONS[::-1], PARTS))
 ELEMENTWISE = [op for op in oracle.OPERATIONS if op != "logsumexp"]
@@ -141,9 +125,7 @@ def test_normalizer_of_logsumexp_interpreted(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "name"), pairs([None, Parts(128 * 3, 4, 2, 1, True)], oracle.BACKWARD), ids=str
-)
+@pytest.mark.parametrize(("plan", "name"), pairs([None, Parts(128 * 3, 4, 2, 1, True)], oracle.BACKWARD), ids=str)
 def test_special_cotangents_interpreted(plan, name):
     v = plan.vocab if plan else 128
     names = [n for n in ALL if n != "huge"]  # its sum may overflow in float32
@@ -188,9 +170,7 @@ def test_short_rows_cover_every_number_of_lanes():
 
 @pytest.mark.parametrize(
     ("op", "kind", "dtype", "mask"),
-    first(
-        2, pairs(oracle.OPERATIONS[::-1], [15, *KINDS_OF_LONG_ROWS, *SHORT_ROWS[1:]], DTYPES, [*MASKS, None])
-    ),
+    first(2, pairs(oracle.OPERATIONS[::-1], [15, *KINDS_OF_LONG_ROWS, *SHORT_ROWS[1:]], DTYPES, [*MASKS, None])),
 )
 def test_lowered_kernels(op, kind, dtype, mask):
     rows, plan = 8 if dtype == "bfloat16" else 5, None
@@ -213,9 +193,7 @@ def test_lowered_rows_in_turns(op, slots, mask):
     assert names == want
 
 
-@pytest.mark.parametrize(
-    ("op", "call", "v"), first(1, pairs(oracle.FORWARD, {"grad": 0} | CALLS, [100, 20011]))
-)
+@pytest.mark.parametrize(("op", "call", "v"), first(1, pairs(oracle.FORWARD, {"grad": 0} | CALLS, [100, 20011])))
 def test_lowered_public_functions(op, call, v):
     """Each function runs its kernel, and its gradient runs a kernel; logsumexp's gradient is plain JAX."""
 
@@ -237,9 +215,7 @@ def test_lowered_integers_and_leading_axes_are_folded():
     assert kernel_results(text) == [["128x16384xf32"], ["128x16384xf32"], ["64x16384xf32"]]
 
 
-@pytest.mark.parametrize(
-    ("shape", "implementation"), first(1, pairs([(1, 1000), (4, 1, 1000)], ["mosaic_gpu", None]))
-)
+@pytest.mark.parametrize(("shape", "implementation"), first(1, pairs([(1, 1000), (4, 1, 1000)], ["mosaic_gpu", None])))
 def test_lowered_rows_of_one_element(implementation, shape):
     """Along an axis that is not the last one, XLA runs them by default, and a named kernel lowers."""
     f = jax.grad(square_sum(lambda x: ps.softmax(x, -2, implementation=implementation)))

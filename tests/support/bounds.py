@@ -174,11 +174,7 @@ def expected(name, arrays, where=None):
     if name == "logsumexp":  # a relative error of d is an absolute error of log d
         with np.errstate(all="ignore"):
             of_d = np.nan_to_num(normalizer_unit(x, where) / oracle.normalizer(x, where)[1])
-        return (
-            oracle.logsumexp(x, -1, where, True),
-            1 + np.abs(oracle.logsumexp(x, -1, where, True)) + of_d,
-            1.0,
-        )
+        return (oracle.logsumexp(x, -1, where, True), 1 + np.abs(oracle.logsumexp(x, -1, where, True)) + of_d, 1.0)
     value, unit = getattr(oracle, name), UNIT[name]
     slack_times = 1.0
     if name in BACKWARD:
@@ -186,9 +182,7 @@ def expected(name, arrays, where=None):
         if x.dtype != np.float16:  # denormals of float16 are normal in float32
             # a denormal y or exp(y) may be flushed before it is scaled
             with np.errstate(invalid="ignore"):
-                terms = np.abs(
-                    oracle.wide(x) if name == "log_softmax_grad" else oracle.wide(y) * oracle.wide(x)
-                )
+                terms = np.abs(oracle.wide(x) if name == "log_softmax_grad" else oracle.wide(y) * oracle.wide(x))
             slack_times = np.nan_to_num(1 + np.abs(oracle.wide(x)) + np.sum(terms, -1, keepdims=True), nan=1)
     return value(*arrays, where=where), unit(*arrays, where=where), slack_times
 
@@ -220,9 +214,7 @@ def assert_operation(name, got, arrays, names=None, where=None):
 # boundary is right. It contains the smallest of these sets, and is contained in the largest one.
 
 
-def assert_sample(
-    got, x, noise, names, where=None, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None
-):
+def assert_sample(got, x, noise, names, where=None, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None):
     """Asserts that each row's draw has the largest sum of a kept entry and its noise, except for rounding.
 
     The logits and the noise are (rows, V). top_p and min_p are rounded to float32.
@@ -241,9 +233,7 @@ def assert_sample(
         right &= np.abs(log_probs - probability) <= terms.error_of_log(distance)
     nothing = (indices == -1) & np.isnan(log_probs) & np.isnan(log_mass)
     good = np.where(terms.drawable, (indices >= 0) & right & terms.is_share(log_mass), nothing)
-    wrong = [
-        f"{n}: {i}, {p}, {m}" for n, i, p, m, g in zip(names, indices, log_probs, log_mass, good) if not g
-    ]
+    wrong = [f"{n}: {i}, {p}, {m}" for n, i, p, m, g in zip(names, indices, log_probs, log_mass, good) if not g]
     assert not wrong, "; ".join(wrong)
 
 
@@ -280,8 +270,7 @@ class _DrawTerms:
             self.off = np.where(self.drawable, UNITS * unit * np.sum(self.mass * self.distance, -1), 0)
             lean = UNITS * unit * self.distance
             self.kept = [
-                oracle.sample_kept(x, where, temperature, *filters, sign * self.off, -sign * lean)
-                for sign in (-1, 1)
+                oracle.sample_kept(x, where, temperature, *filters, sign * self.off, -sign * lean) for sign in (-1, 1)
             ]
             # a difference below the smallest normal number may count as 0, which matters at temperatures as small
             t = np.maximum(np.broadcast_to(np.asarray(temperature), self.total.shape), slack(F32))[..., None]

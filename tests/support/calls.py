@@ -72,10 +72,7 @@ FUNCTIONS = _calls(
             "",
             dict(key=KEY, draft_tokens=LABELS[:, :2], logits=X, draft_log_probs=LOG_Q, where=MASK, **FILTERS),
         ),
-        "token_stats": (
-            "logits temperature",
-            dict(logits=X, labels=LABELS, where=MASK, temperature=TEMPERATURE),
-        ),
+        "token_stats": ("logits temperature", dict(logits=X, labels=LABELS, where=MASK, temperature=TEMPERATURE)),
         "route": ("logits", dict(k=3, groups=4, top_groups=2, logits=X, bias=BIAS / 9)),
         "linear_logsumexp": ("x w bias", dict(softcap=30, **HEAD)),
         "linear_cross_entropy": ("x w bias token_weights", dict(**HEAD, labels=LABELS, **OF_LOSS)),
@@ -101,10 +98,7 @@ CALLS = FUNCTIONS | _calls(
             "x w bias token_weights",
             dict(return_logsumexp=True, **EACH, **COLD, labels=LABELS, **OF_LOSS),
         ),
-        "linear_cross_entropy, soft": (
-            "x w bias label_probs",
-            dict(**EACH, **HEAD, labels=SEVERAL, label_probs=PROBS),
-        ),
+        "linear_cross_entropy, soft": ("x w bias label_probs", dict(**EACH, **HEAD, labels=SEVERAL, label_probs=PROBS)),
         "linear_kl_divergence, none": ("x w bias", dict(beta=0.3, **EACH, **COLD, **TEACHER)),
         "linear_log_probs, several": ("x w bias", dict(workspace_bytes=1, **HEAD, labels=SEVERAL)),
     }

@@ -45,9 +45,7 @@ def expected(student, teacher, biases, beta, weights, *, temperature, softcaps, 
     )
 
 
-def assert_operations(
-    operations, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace_bytes, options
-):
+def assert_operations(operations, n, depth, vocab, dtype, teacher_dtype, beta, transpose_w, workspace_bytes, options):
     """Asserts that the three operations of an implementation are right for a divergence.
 
     Args:
@@ -64,25 +62,14 @@ def assert_operations(
     columns = Columns(bias, teacher[1], teacher_bias)
     found, gradients = linear.run_all(operations, static, x, w, columns, tokens, weights)
     of_oracle = {"temperature": 1.0 if t is None else t, "softcaps": (softcap, None)}
-    want = expected(
-        (x, w), teacher, (bias, teacher_bias), beta, weights, transpose_w=transpose_w, **of_oracle
-    )
+    want = expected((x, w), teacher, (bias, teacher_bias), beta, weights, transpose_w=transpose_w, **of_oracle)
     for statistics, of_operation in zip(found, gradients):
         want.check_losses(statistics.divergence.value)
         want.check_gradients(dict(zip(want.gradients, of_operation)), {"x": x, "w": w, "bias": bias})
 
 
 def assert_divergence(
-    dtype,
-    teacher_dtype,
-    beta,
-    reduction,
-    *,
-    peak=2.0,
-    transpose_w=False,
-    where=None,
-    token_weights=None,
-    **options,
+    dtype, teacher_dtype, beta, reduction, *, peak=2.0, transpose_w=False, where=None, token_weights=None, **options
 ):
     """Asserts that losses and gradients are right, in chunks of up to 16 rows. The options are of both models."""
     n, vocab = 101, 1003

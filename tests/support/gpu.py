@@ -126,9 +126,7 @@ def assert_top_k(got, x, k, names, where=None, ordered=True):
     values, indices = map(np.asarray, got)
     assert (values.dtype, indices.dtype) == (x.dtype, np.int32)
     if not ordered:
-        masked = ~np.take_along_axis(
-            np.resize(oracle.unmasked(x, where), (len(values), x.shape[1])), indices, -1
-        )
+        masked = ~np.take_along_axis(np.resize(oracle.unmasked(x, where), (len(values), x.shape[1])), indices, -1)
         keys = np.where(masked, 0, -oracle.order_key(values))
         order = np.lexsort((indices, keys, masked))
         values, indices = (np.take_along_axis(a, order, -1) for a in (values, indices))
@@ -151,9 +149,7 @@ def assert_topk_gradient(dx, x, g, k, where=None, temperature=1.0, log=False):
 
     p is recomputed from x, m and d, so the units of the forward count twice. A denormal p may be flushed.
     """
-    want, unit = (
-        f(x, g, k, where, temperature, log)[0] for f in (oracle.fused_topk_vjp, bounds.fused_topk_vjp_unit)
-    )
+    want, unit = (f(x, g, k, where, temperature, log)[0] for f in (oracle.fused_topk_vjp, bounds.fused_topk_vjp_unit))
     flushed = 1 + np.sum(np.abs(oracle.wide(g)), -1, keepdims=True) / np.reshape(temperature, (-1, 1))
     limit = 4 * bounds.UNITS if x.dtype == F32 else 2
     assert bounds.error_units(dx, want, unit, slack_times=flushed) <= limit

@@ -507,9 +507,7 @@ def assert_sample(operations, x, w, temperature):
     """Asserts that `linear_sample` draws as `sample`, with the bits of `linear_log_probs`, by these operations."""
     n, vocab, key = *x.shape[:1], w.shape[1], jax.random.key(3)
     static = {"head": Head(undivided=True), "workspace_bytes": workspace(vocab)}
-    call = describe(
-        SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample"
-    )
+    call = describe(SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample")
     words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
     tokens = Tokens(None, temperature=temperature, draw=(words, None, jnp.full(n, 0.9), None))
     run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
@@ -561,9 +559,7 @@ EACH = {  # of (x, w, labels): results, one per token or K per token
 }
 MEANS = {
     "mean": ps.linear_cross_entropy,
-    "mean of divergences": lambda x, w, labels, **options: ps.linear_kl_divergence(
-        x, w, x[:, ::-1], w, **options
-    ),
+    "mean of divergences": lambda x, w, labels, **options: ps.linear_kl_divergence(x, w, x[:, ::-1], w, **options),
 }
 
 
@@ -571,9 +567,7 @@ def floats(results):
     return [a for a in jax.tree.leaves(results) if a.dtype != jnp.int32]
 
 
-def assert_left_out_tokens_do_not_matter(
-    names, dtype, share, *, n=1100, depth=24, vocab=300, offset=0, **static
-):
+def assert_left_out_tokens_do_not_matter(names, dtype, share, *, n=1100, depth=24, vocab=300, offset=0, **static):
     """Asserts that results and gradients are those without the tokens that are left out, which get 0.
 
     Tokens that are left out have a NaN in x and a bad label.

@@ -28,9 +28,7 @@ def kernel_names(text):
 
 def divided_calls(text):
     """Returns the calls that the package divides over a mesh, as XLA passes them: [(shapes of arguments, text)]."""
-    calls = re.findall(
-        r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", .* : \((.*?)\) -> ", text
-    )
+    calls = re.findall(r"custom_call @pallas_softmax_divided\(.*?backend_config = \"(.*?)\", .* : \((.*?)\) -> ", text)
     return [([*map(_shape, _TENSOR.findall(types))], call.replace("\\22", '"')) for call, types in calls]
 
 

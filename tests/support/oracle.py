@@ -295,14 +295,7 @@ def sample_greedy(x, where=None, temperature: Any = 1.0):
 
 
 def sample_kept(
-    x,
-    where=None,
-    temperature: Any = 1.0,
-    top_k=None,
-    top_p=None,
-    min_p=None,
-    lean: Any = 0.0,
-    min_p_lean: Any = 0.0,
+    x, where=None, temperature: Any = 1.0, top_k=None, top_p=None, min_p=None, lean: Any = 0.0, min_p_lean: Any = 0.0
 ):
     """Returns which entries of rows along the last axis the filters keep; at temperature 0 the first best one.
 

@@ -100,9 +100,7 @@ class Machine:
             if isinstance(number, Device):
                 self.devices.append(number)
                 number = (len(self.devices) << _DEVICE) + number.start
-            per_thread = (
-                number if np.size(number) == len(self.cta) else np.broadcast_to(number, len(memory))[self.cta]
-            )
+            per_thread = number if np.size(number) == len(self.cta) else np.broadcast_to(number, len(memory))[self.cta]
             self.write(f"%{name}", slice(None), per_thread)
 
     def run(self, most=10**7):
@@ -202,10 +200,7 @@ class Machine:
             case "fence":
                 return
             case "cp" if "prefetch" in op:
-                at, size = (
-                    self.value(arguments[0].strip("[]"), group, "u64"),
-                    self.value(arguments[1], group, "u32"),
-                )
+                at, size = (self.value(arguments[0].strip("[]"), group, "u64"), self.value(arguments[1], group, "u32"))
                 for byte in (0, size - _MOST_BYTES):  # the first and the last 16 bytes
                     self._in_device(op, at.astype(np.int64) + byte, _MOST_BYTES, group, op)
             case "barrier":
@@ -228,9 +223,7 @@ class Machine:
                 x, by = self.value(arguments[1], group, kind), self.value(arguments[2], group, "u32")
                 self.write(arguments[0], group, _shifted(op[0], x, by))
             case "mad" if op[1] == "wide":
-                a, b, c = (
-                    self.value(name, group, of) for name, of in zip(arguments[1:], (kind, kind, "u64"))
-                )
+                a, b, c = (self.value(name, group, of) for name, of in zip(arguments[1:], (kind, kind, "u64")))
                 self.write(arguments[0], group, a.astype(np.uint64) * np.uint64(b) + c)
             case "cvt":
                 self.write(arguments[0], group, _converted(op, self.value(arguments[1], group, kind)))

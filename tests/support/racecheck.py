@@ -15,9 +15,7 @@ def hazards(report, implementation):
     triton = implementation == "triton"
     found = []
     for hazard in re.findall(r"Error: [^\n]*?Potential (.*?Current Value[^\n]*)", report, re.DOTALL):
-        threads = re.findall(
-            r"(Write|Read) Thread \((\d+),0,0\)(?: \(block rank (\d+)\))? at (\S+) in", hazard
-        )
+        threads = re.findall(r"(Write|Read) Thread \((\d+),0,0\)(?: \(block rank (\d+)\))? at (\S+) in", hazard)
         (_, a, rank_a, at_a), (_, b, rank_b, at_b) = threads
         values = re.search(r"Current Value : (\S+), Incoming Value : (\S+)", hazard)
         one_slot = hazard.startswith("WAW") and at_a == at_b and int(a) // 32 == int(b) // 32

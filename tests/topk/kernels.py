@@ -40,9 +40,7 @@ def topk_rows(x, k, plan, where=None, temperature=ONE, log=False, dtype=F32, int
     if interpret is not None and isinstance(plan, Window):
         plan = dataclasses.replace(plan, compact=False)  # the interpreter never lists positions
     with interpreted(interpret):
-        request = merge_kernel.Request(
-            k, x.dtype, mask is not None, log, dtype, temperature is not ONE, t is not None
-        )
+        request = merge_kernel.Request(k, x.dtype, mask is not None, log, dtype, temperature is not ONE, t is not None)
         return kernel.topk_rows(x, mask, t, plan, request)
 
 
@@ -60,9 +58,7 @@ def topk_grad_rows(x, t, indices, m, d, g, g_d, *, log, interpret=INTERPRET):
 def topk_merge(won, kept, indices, normalizers, temperature, k, log):
     t, parts = None if temperature is None else jnp.asarray(temperature).reshape(-1, 1), normalizers or ()
     with interpreted():
-        return merge_kernel.merge_rows(
-            None, won, kept, indices, parts, t, k=k, log=log, dtype=F32, scaled=False
-        )
+        return merge_kernel.merge_rows(None, won, kept, indices, parts, t, k=k, log=log, dtype=F32, scaled=False)
 
 
 def assert_top_k(x, k, names, plan, where=None):
@@ -186,11 +182,7 @@ def crowded(v, k, dtype):
     }
 
 
-CROWDED = [
-    (Window(1003, 8, 4, 4), BF16, 5),
-    (Window(2007, 4, 8, 4, 2), F32, 64),
-    (Window(1203, 4, 8, 8), F32, 128),
-]
+CROWDED = [(Window(1003, 8, 4, 4), BF16, 5), (Window(2007, 4, 8, 4, 2), F32, 64), (Window(1203, 4, 8, 8), F32, 128)]
 
 
 def best_of(keys, k):
@@ -202,9 +194,7 @@ def best_of(keys, k):
 def assert_merged(tile, vocab, k, keys, lanes=None):
     """Asserts that the program of merges finds the columns of the k best in rows of 32-bit keys."""
     program = merging.search_program(tile, vocab, k, lanes)
-    columns = ptx.tile_of(
-        ptx.run_on_tile(program, ptx.held_by_threads(tile, keys)), merged_tile(tile, k), "winner"
-    )
+    columns = ptx.tile_of(ptx.run_on_tile(program, ptx.held_by_threads(tile, keys)), merged_tile(tile, k), "winner")
     np.testing.assert_array_equal(columns[:, :k], best_of(keys[:, :vocab], k))
 
 

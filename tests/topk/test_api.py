@@ -210,9 +210,6 @@ ELEMENTS = st.sampled_from([F32.type(s) for s in SPECIALS]) | st.floats(-50, 50,
 
 
 @FREE
-@given(
-    x=hnp.arrays(F32, (4, 8), elements=ELEMENTS),
-    where=hnp.arrays(bool, (4, 8)) | st.just(np.ones((4, 8), bool)),
-)
+@given(x=hnp.arrays(F32, (4, 8), elements=ELEMENTS), where=hnp.arrays(bool, (4, 8)) | st.just(np.ones((4, 8), bool)))
 def test_any_row_and_mask(x, where):
     assert_right(topk(x, 8, where=where), x, 8, where=where, limit=4.0)

@@ -69,9 +69,7 @@ MODES = ["plain", "unsorted", "where", "lengths", "both"]
 
 
 @with_kernels(
-    ("v", "dtype", "k", "mode", "many"),
-    [(*case, *how) for case, *how in pairs(TOPK, MODES, [False, True])],
-    ids=str,
+    ("v", "dtype", "k", "mode", "many"), [(*case, *how) for case, *how in pairs(TOPK, MODES, [False, True])], ids=str
 )
 def test_top_k(implementation, v, dtype, k, mode, many):
     """The winners as they are, bit by bit."""
@@ -128,9 +126,7 @@ TOPK_MASKED += [(129, F16, 129, "bhqv"), (131072, F32, 2048, "bhqv")]
 
 
 @with_kernels(
-    ("v", "dtype", "k", "pattern", "log"),
-    [(*case, i % 2 == 1) for i, case in enumerate(TOPK_MASKED)],
-    ids=str,
+    ("v", "dtype", "k", "pattern", "log"), [(*case, i % 2 == 1) for i, case in enumerate(TOPK_MASKED)], ids=str
 )
 def test_where(implementation, v, dtype, k, pattern, log):
     """Masked elements are NaN or infinite; the first row of the mask keeps nothing; one temperature per row."""
@@ -252,9 +248,7 @@ def test_gradient(implementation, v, masked, log):
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(
-    ("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str
-)
+@pytest.mark.parametrize(("v", "dtype", "k"), [(64, F32, 6), (128, BF16, 8), (127, F16, 40), (1000, F32, 16)], ids=str)
 def test_gradient_of_routers(v, dtype, k, log):
     """Short rows in many CTAs: the winners' elements are written twice, and a second run gives the same bits."""
     names = ["normal", "peaked", "integers", "one_winner"]

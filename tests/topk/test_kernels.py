@@ -111,12 +111,7 @@ def test_temperatures_interpreted(kind, log, dtype):
     kernels.assert_topk(x, 5, FEW, plan, None, kernels.temperatures(dtype), log, dtype)
 
 
-TOPK_MASKED = [
-    ("tile", "bhqv", BF16),
-    ("parts", "b11v", F32),
-    ("window", "1hqv", F32),
-    ("window", "b1q1", F32),
-]
+TOPK_MASKED = [("tile", "bhqv", BF16), ("parts", "b11v", F32), ("window", "1hqv", F32), ("window", "b1q1", F32)]
 TOPK_MASKED += [("tile", pattern, F32) for pattern in ("1h11", "111v", "bhq1", "1hqv")]
 
 
@@ -171,9 +166,7 @@ def test_merge_of_parts_of_other_devices_interpreted(parts, k, log, masked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "log"), [("window", False), ("tile", False), ("tile", True), ("parts", True)]
-)
+@pytest.mark.parametrize(("kind", "log"), [("window", False), ("tile", False), ("tile", True), ("parts", True)])
 def test_fewer_unmasked_elements_than_winners_interpreted(kind, log):
     """A -NaN comes before masked elements. These come in the order of their indices, with p = 0 even in a NaN row."""
     v, k, dtype = length(kind), 20, F16 if kind == "window" else F32
@@ -189,9 +182,7 @@ SHAPES = {
     "8 of 512": (10_000, 512, 8),
     "parts": (5, 50257, 64),
     "one CTA, unaligned": (251, 20011, 128),
-    **{
-        f"{k} of {v}": (5, v, k) for v, k in [(1, 1), (2, 2), (7, 7), (8, 1), (15, 5), (129, 3), (1024, 1000)]
-    },
+    **{f"{k} of {v}": (5, v, k) for v, k in [(1, 1), (2, 2), (7, 7), (8, 1), (15, 5), (129, 3), (1024, 1000)]},
     "17 of 100": (10_000, 100, 17),
     "fewer groups than winners": (5, 2003, 2003),
     "aligned parts": (8, 131072, 1),

@@ -176,9 +176,7 @@ def search_memory(window, x, k, low):
     keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
     group_keys = np.full(window.groups, -(2**31))
     np.maximum.at(
-        group_keys,
-        at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec,
-        keys,
+        group_keys, at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec, keys
     )
     sizes = {
         "x": max(full.nbytes, 16 * capacity + 8 * k + 2048),
@@ -258,9 +256,7 @@ def rows_of_bits(rng, v, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "search"),
-    first(2, [*itertools.product(("quantized", "normal", "crowded", "bits"), SEARCHES)]),
-    ids=str,
+    ("kind", "search"), first(2, [*itertools.product(("quantized", "normal", "crowded", "bits"), SEARCHES)]), ids=str
 )
 def test_search(kind, search):
     """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
@@ -268,9 +264,7 @@ def test_search(kind, search):
     rng, dtype = np.random.default_rng(k), np.dtype(dtype)
     low, normal = window.head // 2, rng.standard_normal(window.vocab)
     if kind == "bits":
-        rows = [
-            bits.astype(f"u{dtype.itemsize}").view(dtype) for bits in rows_of_bits(rng, window.vocab, dtype)
-        ]
+        rows = [bits.astype(f"u{dtype.itemsize}").view(dtype) for bits in rows_of_bits(rng, window.vocab, dtype)]
     elif kind == "crowded":
         rows = [row for named in kernels.crowded(window.vocab, k, dtype) for row in named.values()]
     else:
@@ -313,9 +307,7 @@ def test_merges(tile, vocab, k):
     held = ptx.held_by_threads(tile, bits)
     if held.shape[-1] % 2:
         held = np.concatenate([held, held[..., -1:]], -1)
-    machine = ptx.run_on_tile(
-        merging.search_words_program(tile, vocab, k), np.ascontiguousarray(held).view("u4")
-    )
+    machine = ptx.run_on_tile(merging.search_words_program(tile, vocab, k), np.ascontiguousarray(held).view("u4"))
     words = ptx.tile_of(machine, merged_tile(tile, k), "winner", "u4")[:, :k].astype("int64")
     keys = raw_keys(bits[:, :vocab].copy())
     best = kernels.best_of(keys, k)
@@ -323,9 +315,7 @@ def test_merges(tile, vocab, k):
     np.testing.assert_array_equal((words >> 16).astype("int16"), np.take_along_axis(keys, best, -1))
 
 
-@pytest.mark.parametrize(
-    ("vocab", "k", "lowest"), [(1, 1, 1), (3, 3, 1), (5, 2, 5), (6, 5, 2), (100, 100, 1)]
-)
+@pytest.mark.parametrize(("vocab", "k", "lowest"), [(1, 1, 1), (3, 3, 1), (5, 2, 5), (6, 5, 2), (100, 100, 1)])
 def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     """A -NaN with all bits set has the lowest key. `tiles.load` pads a tile with -inf beyond the row."""
     tile = kernels.plan_topk(vocab, k, "float32")

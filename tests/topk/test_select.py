@@ -18,15 +18,7 @@ from tests.support.gpu import on_a_gpu
 from tests.support.lowering import array, kernel_names, lowered
 from tests.support.plans import CAPABILITIES, HOPPER
 from tests.topk import select
-from tests.topk.select import (
-    PLANS,
-    assert_rows,
-    machine_launch,
-    machine_select,
-    offset_of,
-    plan_selection,
-    rows_of,
-)
+from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, plan_selection, rows_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = [*rows_of(64, 8, "float32")]
@@ -68,9 +60,7 @@ def test_program(kind, plan, dtype, is_sorted):
         assert_rows(got, rows[name][None], k, mask, lengths, [name], sorted=is_sorted)
 
 
-@pytest.mark.parametrize(
-    "plan", [SelectPlan(4096, 700, 1, 1, 2112, 1), registers_plan(4096, 700, 1, 128)], ids=str
-)
+@pytest.mark.parametrize("plan", [SelectPlan(4096, 700, 1, 1, 2112, 1), registers_plan(4096, 700, 1, 128)], ids=str)
 def test_sorted_program_with_few_ties(plan):
     """Ties crowd one bucket, so that all entries are sorted; there are fewer of them than winners."""
     x, fill = np.full(4096, 1.5, np.float32), np.float32(-np.inf)
@@ -137,9 +127,7 @@ MASKINGS = ["mask and lengths", "whole", "one mask", "mask of rows", "lengths"]
 KERNELS = [(2100, 5, "float16"), (2500, 700, "float32"), (2048, 2048, "bfloat16")]
 
 
-@pytest.mark.parametrize(
-    ("masking", "shape", "in_order"), first(1, pairs(MASKINGS, KERNELS, [True, False])), ids=str
-)
+@pytest.mark.parametrize(("masking", "shape", "in_order"), first(1, pairs(MASKINGS, KERNELS, [True, False])), ids=str)
 def test_kernel(masking, shape, in_order):
     v, k, dtype = shape
     rows = rows_of(v, k, jnp.dtype(dtype))

@@ -46,9 +46,7 @@ def random_plan(rng, dtype, masked):
 def random_registers_plan(rng, dtype):
     """Returns a plan of rows in registers, which have room for any address, or just for the row."""
     warpgroups, thread_bytes = int(rng.choice([1, 2, 4])), int(rng.choice([32, 64, 128]))
-    most = (
-        warpgroups * WARPGROUP * thread_bytes // jnp.dtype(INTEGERS_AS_FLOATS.get(dtype.name, dtype)).itemsize
-    )
+    most = warpgroups * WARPGROUP * thread_bytes // jnp.dtype(INTEGERS_AS_FLOATS.get(dtype.name, dtype)).itemsize
     v = most if rng.random() < 0.5 else int(rng.integers(8, most - 8))
     k = int(np.exp(rng.uniform(0, np.log(min(v, MAX_SELECTED) + 1))))
     return registers_plan(v, k, warpgroups, thread_bytes)

@@ -114,9 +114,7 @@ def test_where(mask, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked"),
-    first(1, pairs([F32, BF16, np.dtype("int8"), np.dtype("bool")], [True, False])),
-    ids=str,
+    ("dtype", "masked"), first(1, pairs([F32, BF16, np.dtype("int8"), np.dtype("bool")], [True, False])), ids=str
 )
 def test_lengths(dtype, masked):
     """A negative length is 0, and one above V is V. Lengths broadcast to the batch."""
@@ -172,9 +170,7 @@ def test_empty_arrays():
         same(top_k(jnp.zeros(shape), 0), lax.top_k(jnp.zeros(shape), 0))
 
 
-@pytest.mark.parametrize(
-    "x", [jnp.full((4,), 2.0), jnp.full((4,), 2), jnp.ones(4, F32), jnp.ones(4, bool)], ids=str
-)
+@pytest.mark.parametrize("x", [jnp.full((4,), 2.0), jnp.full((4,), 2), jnp.ones(4, F32), jnp.ones(4, bool)], ids=str)
 def test_weak_types_agree_with_lax_top_k(x):
     def types(f):
         return [(a.dtype, a.weak_type) for a in jax.tree.leaves(jax.eval_shape(f, x))]

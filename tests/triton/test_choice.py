@@ -24,9 +24,7 @@ def works(monkeypatch):
     monkeypatch.setattr(checks, "missing", lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "chosen"), [(A100, "triton"), (L4, "triton"), (H100, "mosaic_gpu"), (V100, "xla")]
-)
+@pytest.mark.parametrize(("kind", "chosen"), [(A100, "triton"), (L4, "triton"), (H100, "mosaic_gpu"), (V100, "xla")])
 def test_the_device_decides(kind, chosen, works):
     with device(kind):
         choices = [choose(call(op), None) for op in (*oracle.OPERATIONS, "topk")]

@@ -36,9 +36,7 @@ X = jax.ShapeDtypeStruct((100, 16384), jnp.float32)
 LACKING = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(LACKING) and os.environ.get("CI") != "true", reason=f"{', '.join(LACKING)}: not installed"
-    ),
+    pytest.mark.skipif(bool(LACKING) and os.environ.get("CI") != "true", reason=f"{', '.join(LACKING)}: not installed"),
 ]
 
 
@@ -266,17 +264,9 @@ LOWERED = {
     "logsumexp": (lambda x, **kw: ps.logsumexp(x, -1, **kw), ["rows_kernel"], (100, 1, 1)),
     "topk": (topk, ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     "top_k": (functools.partial(ps.top_k, k=5), ["topk_kernel", "merge_kernel"], (100, 2, 1)),
-    "integers": (
-        lambda x, **kw: ps.top_k(x.astype(int), 5, **kw),
-        ["topk_kernel", "merge_kernel"],
-        (100, 2, 1),
-    ),
+    "integers": (lambda x, **kw: ps.top_k(x.astype(int), 5, **kw), ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     # the kernel writes float32 values, which are rounded afterwards
-    "values of 8 bits": (
-        functools.partial(topk, dtype="float8_e4m3fn"),
-        ["topk_kernel", "merge_kernel"],
-        (100, 2, 1),
-    ),
+    "values of 8 bits": (functools.partial(topk, dtype="float8_e4m3fn"), ["topk_kernel", "merge_kernel"], (100, 2, 1)),
     "where": (lambda x, **kw: ps.softmax(x, where=x > 0, **kw), ["rows_kernel"], (100, 1, 1)),
     "another axis": (lambda x, **kw: ps.softmax(x, 0, **kw), ["rows_kernel"], (2048, 1, 1)),
 }

@@ -72,27 +72,7 @@ def test_every_triton_plan_of_topk(implementation):
 
 def triton_softmax_plans():
     """Returns (operation, V, dtype, plan): one case for each program that `plan_softmax` can choose."""
-    lengths = (
-        1,
-        2,
-        3,
-        5,
-        9,
-        17,
-        33,
-        65,
-        129,
-        400,
-        1000,
-        1500,
-        3000,
-        5000,
-        10000,
-        20000,
-        40000,
-        50257,
-        128256,
-    )
+    lengths = (1, 2, 3, 5, 9, 17, 33, 65, 129, 400, 1000, 1500, 3000, 5000, 10000, 20000, 40000, 50257, 128256)
     every = {}
     for op, v, rows, dtype in itertools.product(oracle.OPERATIONS, lengths, (2, 64, 500), (F32, BF16)):
         plan = triton_plan.plan_softmax(op, rows, v, dtype)

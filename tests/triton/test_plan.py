@@ -76,9 +76,7 @@ def assert_parts(plan, vocab, step):
 
 
 @settings(FREE, max_examples=120)
-@given(
-    st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans()
-)
+@given(st.sampled_from(oracle.OPERATIONS), st.integers(1, 5000), lengths, st.sampled_from(DTYPES), st.booleans())
 @example("softmax_grad", 64, 32769, "float32", False)
 @example("softmax", 128, 32769, "float32", True)
 @example("softmax", 1, triton_plan.MAX_INDEX, "bfloat16", False)

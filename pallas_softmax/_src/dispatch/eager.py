@@ -22,9 +22,7 @@ from pallas_softmax._src.misfits import is_jet, misfit
 F = TypeVar("F", bound=Callable)
 
 
-def at_once(
-    *static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
-) -> Callable[[F], F]:
+def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None) -> Callable[[F], F]:
     """Returns a decorator that jits a function.
 
     Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.

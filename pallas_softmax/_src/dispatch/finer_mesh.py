@@ -30,9 +30,7 @@ def decode(
     return mesh, [P(*(tuple(names[i] for i in of) or None for of in each)) for each in axes]
 
 
-def common_axes(
-    devices: int, arrays: Sequence[np.ndarray]
-) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
+def common_axes(devices: int, arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], list[list[tuple[int, ...]]]]:
     """Returns the axis sizes of a mesh, and the mesh axes of each dimension of each array, as numbers.
 
     `arrays` hold the index of each device's tile, (dimensions, devices). An array is replicated if no mesh can express

@@ -125,8 +125,7 @@ def _batch(args, dims, *, jaxpr, function):
 linear_p.def_impl(lambda *args, jaxpr, function: _program(*args, function=function))
 linear_p.def_abstract_eval(lambda *args, jaxpr, function: jaxpr.out_avals)
 mlir.register_lowering(
-    linear_p,
-    mlir.lower_fun(lambda *args, jaxpr, function: jaxpr_as_fun(jaxpr)(*args), multiple_results=True),
+    linear_p, mlir.lower_fun(lambda *args, jaxpr, function: jaxpr_as_fun(jaxpr)(*args), multiple_results=True)
 )
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose

@@ -179,16 +179,12 @@ def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results
 _ROWS = register(Division("rows", _dimensions, by_platform, on_shard))
 
 
-def _over_explicit_axes(
-    division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh
-) -> Any:
+def _over_explicit_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh) -> Any:
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     results = jax.eval_shape(lambda *a: division.whole(choose_plain(choice.call), a, keywords), *shapes)
-    in_specs, out_specs, axes = division.dimensions(choice, arrays, keywords, results).lay_out(
-        specs, mesh.shape
-    )
+    in_specs, out_specs, axes = division.dimensions(choice, arrays, keywords, results).lay_out(specs, mesh.shape)
     results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results
         shardings = [NamedSharding(mesh, spec) for spec in out_specs]
@@ -220,9 +216,7 @@ def _available(mesh) -> bool:
     """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
     axes = explicit_axes(mesh)
     try:
-        jax.eval_shape(
-            jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes)
-        )
+        jax.eval_shape(jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes))
     except ValueError:
         return False
     return True

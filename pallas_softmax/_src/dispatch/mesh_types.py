@@ -53,10 +53,7 @@ def share_sharding(x: jax.Array, *others: Any) -> list:
 
 
 def shared_axes(
-    sizes: Mapping[Any, int],
-    arrays: Sequence[tuple],
-    mesh_sizes: Mapping[str, int],
-    taken: Iterable[str] = (),
+    sizes: Mapping[Any, int], arrays: Sequence[tuple], mesh_sizes: Mapping[str, int], taken: Iterable[str] = ()
 ) -> dict[Any, tuple[str, ...]]:
     """Returns the mesh axes of each dimension, from the first array that is sharded there and divides evenly.
 
@@ -151,10 +148,7 @@ def share_cotangent(cotangent: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Arr
 
 
 def rounded_sum(
-    x: jax.Array,
-    dtype: Any,
-    mesh_axes: tuple[str, ...],
-    change: Callable[[jax.Array], jax.Array] = lambda x: x,
+    x: jax.Array, dtype: Any, mesh_axes: tuple[str, ...], change: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> jax.Array:
     """Returns change(the sum over the devices), on all of them: the sum in the dtype of `x`, rounded to `dtype`.
 
@@ -183,9 +177,7 @@ def _varying_axes(x: Any) -> frozenset[str]:
 GATHERED_DEVICES = 8
 
 
-def merge_over(
-    axes: tuple[str, ...], merge: Callable, parts: tuple, own: Any, partly: Callable | None = None
-) -> Any:
+def merge_over(axes: tuple[str, ...], merge: Callable, parts: tuple, own: Any, partly: Callable | None = None) -> Any:
     """Returns merge(gathered, own): each device's numbers of a row, merged to results of the whole row.
 
     It merges over one mesh axis after the other, the last one first. Along an axis of more than `GATHERED_DEVICES`

@@ -109,16 +109,12 @@ class RowOperation(Operation):
         super().__post_init__()
         if self.plain_gradient is None or self.plain_tangent is None:
             return
-        kind_of = dict.fromkeys(self.result_names, self.results) | dict(
-            zip(self.argument_names, self.arguments)
-        )
+        kind_of = dict.fromkeys(self.result_names, self.results) | dict(zip(self.argument_names, self.arguments))
         saved, inputs, outputs = (
             jax.tree.map(kind_of.get, names) for names in (self.saved, self.variables, self.differentiable)
         )
         derivative = functools.partial(
-            RowOperation,
-            divided_by_xla=self.divided_by_xla or self.elementwise_derivatives,
-            whole_rows=self.whole_rows,
+            RowOperation, divided_by_xla=self.divided_by_xla or self.elementwise_derivatives, whole_rows=self.whole_rows
         )
         gradient = tangent = derivative(
             name=f"{self.name}_grad",
@@ -129,10 +125,7 @@ class RowOperation(Operation):
         )
         if self.plain_tangent is not self.plain_gradient:
             tangent = derivative(
-                name=f"{self.name}_tangent",
-                plain=self.plain_tangent,
-                arguments=(*saved, *inputs),
-                results=self.results,
+                name=f"{self.name}_tangent", plain=self.plain_tangent, arguments=(*saved, *inputs), results=self.results
             )
         object.__setattr__(self, "gradient", gradient)
         object.__setattr__(self, "tangent", tangent)
@@ -257,9 +250,7 @@ class Choice:
         """Returns the implementation on CUDA devices. Raises if the named one cannot run the call."""
         if self.cuda is None:
             ((name, reason),) = self.reasons
-            raise NotImplementedError(
-                f"{self.call.function}: implementation={name!r} cannot run {self.call}: {reason}"
-            )
+            raise NotImplementedError(f"{self.call.function}: implementation={name!r} cannot run {self.call}: {reason}")
         return self.cuda
 
     def __repr__(self) -> str:

@@ -42,9 +42,7 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
 
     cuda, shapes = jax.make_jaxpr(implementation(on_cuda), return_shape=True)(*arrays)
     elsewhere = choice.elsewhere and jax.make_jaxpr(implementation(choice.elsewhere))(*arrays)
-    results = _by_platform_p.bind(
-        *jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere, refusal=choice.refusal
-    )
+    results = _by_platform_p.bind(*jax.tree.leaves(arrays), cuda=cuda, elsewhere=elsewhere, refusal=choice.refusal)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 

@@ -18,17 +18,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
-from pallas_softmax._src.gpu.ptx.inline import (
-    REF,
-    SCALAR,
-    array,
-    elements,
-    i32,
-    inline,
-    pack,
-    scalar,
-    thread,
-)
+from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, array, elements, i32, inline, pack, scalar, thread
 
 
 def layout(vec: int) -> Any:

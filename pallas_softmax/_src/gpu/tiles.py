@@ -54,9 +54,7 @@ def layout(tile: Tile) -> Any:
     canonical = fragmented_array.TiledLayout(
         fragmented_array.Tiling(tiling), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
     ).canonicalize()
-    return plgpu.Layout.TILED(
-        canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim
-    )
+    return plgpu.Layout.TILED(canonical.tiling, canonical.warp_dims, canonical.lane_dims, canonical.vector_dim)
 
 
 @twin

@@ -13,16 +13,7 @@ from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import PartPlace, part_place
 from pallas_softmax._src.gpu.layout import Window
 from pallas_softmax._src.gpu.ptx.elements import Elements
-from pallas_softmax._src.gpu.ptx.inline import (
-    REF,
-    SCALAR,
-    emit_ptx,
-    inline,
-    insert_ptx,
-    scalar,
-    thread,
-    words,
-)
+from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, emit_ptx, inline, insert_ptx, scalar, thread, words
 from pallas_softmax._src.gpu.ptx.program import Program
 
 _BYTE = 0xFF
@@ -45,9 +36,7 @@ def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gme
     low = window.head - before_body
     low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
     mask_of_part = None if mask is None else (mask_gmem, mask.row(place.row))
-    return WindowPart(
-        place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part
-    )
+    return WindowPart(place, place.in_view(x_gmem), place.first + before_body, low, high, origin, mask_of_part)
 
 
 def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:

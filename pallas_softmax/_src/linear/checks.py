@@ -60,9 +60,7 @@ def _range_of(function: str, name: str) -> tuple[float, Callable, str]:
 # ---- Before `at_once`: checks of numbers that are known
 
 
-def known_options(
-    function: str, softcap, transpose_w, workspace_bytes: Any, axis_name, implementation
-) -> Options:
+def known_options(function: str, softcap, transpose_w, workspace_bytes: Any, axis_name, implementation) -> Options:
     """Returns the options. Equal numbers of any type become one: programs are compiled for their values."""
     softcap = known_softcap(function, softcap)
     is_whole = isinstance(workspace_bytes, float | np.floating) and workspace_bytes == workspace_bytes // 1
@@ -279,17 +277,14 @@ def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array
         return jnp.broadcast_to(value.astype(given.dtype), given.batch)
     except ValueError:
         raise ValueError(
-            f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch},"
-            f" got {value.shape}"
+            f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch}, got {value.shape}"
         ) from None
 
 
 def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
     probs = arguments.array(name, "label_probs", probs).astype(dtype)
     if probs.shape != labels.shape:
-        raise ValueError(
-            f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}"
-        )
+        raise ValueError(f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}")
     return probs if where is None else jnp.where(where[..., None], probs, 0)
 
 

@@ -147,9 +147,7 @@ def set_in_place(e: jax.Array, column: jax.Array, values: jax.Array) -> jax.Arra
         rows = i * half + jnp.arange(half)
         columns = column.at[rows].get(mode="fill", fill_value=e.shape[1])
         at = e.at[rows if one else rows[:, None], columns]
-        return at.set(
-            values.at[rows].get(mode="clip"), mode="drop", unique_indices=one, indices_are_sorted=one
-        )
+        return at.set(values.at[rows].get(mode="clip"), mode="drop", unique_indices=one, indices_are_sorted=one)
 
     return lax.fori_loop(0, 2, step, e)
 

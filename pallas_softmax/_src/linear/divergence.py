@@ -119,9 +119,7 @@ def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | 
     return over_chunks(n, size, step, (layer.vary(layer.no_statistics(x, tokens), x, tokens), dz))
 
 
-def logits_and_statistics(
-    layer: Projection, x, tokens: Tokens, known: Statistics | None
-) -> tuple[tuple, Statistics]:
+def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
     """Returns z and u of some rows, and the statistics of whole rows, known or computed."""
     head, columns, mesh_axes = layer.head, layer.columns, layer.mesh_axes
     of_teacher = tokens.teacher_x, columns.teacher_w, columns.teacher_bias

@@ -158,9 +158,7 @@ def _way_to_dw(layer: Projection, x) -> tuple[Any, Any]:
     return rows, jnp.dtype(jnp.float32) if layer.partial_dw else x.dtype
 
 
-def gradient_rows(
-    rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float
-) -> int:
+def gradient_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes: int, dw_bytes: float) -> int:
     """Returns the number of rows of a chunk of a gradient, given the memory that the gradient takes anyway.
 
     Each of several chunks is added to a float32 dw of `dw_bytes`, by a pass that reads and writes it. If all rows fit

@@ -31,14 +31,7 @@ from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.kernel import traced_once
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
-from pallas_softmax._src.linear.plan import (
-    TILE_M,
-    TILE_N,
-    WARPGROUP_ROWS,
-    Tiling,
-    plan_projection,
-    rounded_up,
-)
+from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Normalizer
@@ -83,9 +76,7 @@ def write_gradients(
 ) -> None:
     """The epilogue of `logit_gradients`: writes the gradients of the logits in a part of the product."""
     z, column = _logits(acc, place, inputs, head, vocab)
-    coefficients = jax.tree.map(
-        lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem
-    )
+    coefficients = jax.tree.map(lambda gmem: _broadcast_rows(_load_per_row(gmem, place), z), coefficients_gmem)
     dz = coefficients.of_exponential(z)
     if coefficients.constant is not None:
         dz = dz - jnp.where(column < vocab - place.column, coefficients.constant, 0.0)
@@ -110,9 +101,7 @@ class Inputs(NamedTuple):
     inverse_temperature: Any
 
 
-def row_sums(
-    x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None
-) -> tuple[Statistics, Any]:
+def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None) -> tuple[Statistics, Any]:
     """Reduces each row's part of each tile of the logits z. With a reference, also writes exp(z - reference).
 
     The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in, and

@@ -265,11 +265,7 @@ def shares(weights: jax.Array) -> jax.Array:
     all sums, so that devices exchange them at once.
     """
     large = 2.0 ** (jnp.finfo(weights.dtype).maxexp // 2)
-    each = (
-        weights / large,
-        weights,
-        jnp.where(jnp.abs(weights) < 1, times_power(weights, large**1.5), jnp.inf),
-    )
+    each = (weights / large, weights, jnp.where(jnp.abs(weights) < 1, times_power(weights, large**1.5), jnp.inf))
     counts = ~is_zero(weights)
     small_sum, given_sum, large_sum = jnp.sum(jnp.stack(each), range(1, weights.ndim + 1))
     is_small = (jnp.abs(given_sum) < 1 / large) & jnp.isfinite(large_sum)

@@ -28,13 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
-from pallas_softmax._src.dispatch.mesh_types import (
-    explicit_mesh,
-    rounded_sum,
-    shared_axes,
-    spec_of,
-    vary_together,
-)
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, rounded_sum, shared_axes, spec_of, vary_together
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
@@ -79,11 +73,7 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
         x, w, columns, *per_token = arrays
         x_batched, w_batched, columns_batched, *per_token_batched = in_batched
         slices = static.get("slices", ())
-        if (
-            slices
-            or choice.call.operation is PROJECTION_GRAD
-            or any(jax.tree.leaves((w_batched, columns_batched)))
-        ):
+        if slices or choice.call.operation is PROJECTION_GRAD or any(jax.tree.leaves((w_batched, columns_batched))):
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
@@ -98,9 +88,7 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
     return call(*arrays)
 
 
-def describe(
-    operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str
-) -> Call:
+def describe(operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
     return Call(
         operation=operation,
         dtype=x.dtype.name,
@@ -144,9 +132,7 @@ class _Layout(NamedTuple):
 
     tokens: _Axes = ()  # they divide the tokens
     columns: _Axes = ()  # they divide the columns
-    dx: tuple[
-        _Axes, ...
-    ] = ()  # for each dimension of the tokens: the axes of `columns` that divide dx, not x
+    dx: tuple[_Axes, ...] = ()  # for each dimension of the tokens: the axes of `columns` that divide dx, not x
     dw: _Axes = ()  # they divide D in dw, but not in w
     dv: _Axes = ()  # the axes of `tokens` that divide the columns of dw and dbias, not of w and bias
 

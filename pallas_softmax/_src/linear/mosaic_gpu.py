@@ -214,7 +214,6 @@ def _kernel(function: Callable) -> Kernel:
 
 
 OPERATIONS: dict[str, Callable] = {
-    name: functools.partial(_on_whole_atoms, operation, name)
-    for name, operation in operations_of(FUNCTIONS).items()
+    name: functools.partial(_on_whole_atoms, operation, name) for name, operation in operations_of(FUNCTIONS).items()
 }
 KERNELS = {name: _kernel(function) for name, function in OPERATIONS.items()}

@@ -263,6 +263,5 @@ def store(place: Place, values, gmem) -> None:
         place.staging[i % 2] = values[:, at : at + width].astype(gmem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
-            place.staging.at[i % 2],
-            gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)],
+            place.staging.at[i % 2], gmem.at[pl.ds(place.row, WARPGROUP_ROWS), pl.ds(place.column + at, width)]
         )

@@ -67,14 +67,7 @@ class Projection:
         return self.vocab * lax.axis_size(self.mesh_axes)
 
     def results(
-        self,
-        step: Callable,
-        x,
-        tokens: Tokens,
-        empty: Callable,
-        bytes_per_logit: float,
-        *,
-        merged: bool = True,
+        self, step: Callable, x, tokens: Tokens, empty: Callable, bytes_per_logit: float, *, merged: bool = True
     ) -> Any:
         """Returns step(x, tokens), computed from the kept rows, chunk by chunk.
 

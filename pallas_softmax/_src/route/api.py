@@ -124,9 +124,7 @@ def route(
     elif bias is not None:
         added = arguments.real_array(name, "bias", bias).astype(wide)
         if added.shape != (experts,):
-            raise ValueError(
-                f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}"
-            )
+            raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}")
     if added is not None:
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)

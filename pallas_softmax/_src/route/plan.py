@@ -18,13 +18,7 @@ from pallas_softmax._src.dispatch.operation import Call, Refusal
 from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import Tile, row_tile
-from pallas_softmax._src.topk.plan import (
-    LANE_ELEMENTS,
-    MANY_LANES,
-    MAX_LANE_ELEMENTS,
-    plan_tile,
-    plan_topk_grad,
-)
+from pallas_softmax._src.topk.plan import LANE_ELEMENTS, MANY_LANES, MAX_LANE_ELEMENTS, plan_tile, plan_topk_grad
 
 MOST_GROUP_BEST = 4  # with more entries of a group in its rank, the lists of the best take too many registers
 MAX_EXPERTS = 1_024  # more elements of a float32 row do not fit into the registers of a warp

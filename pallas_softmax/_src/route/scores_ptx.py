@@ -54,9 +54,7 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
     """
     p, count = TileProgram(tile, tile.shape[1]), tile.steps * tile.vec
     rows = range(p.rows)
-    xs, es = (
-        [p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe"
-    )
+    xs, es = ([p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe")
     m, d = (p.operands("f32", *(f"{name}{row}" for row in rows)) for name in "md")
     inexact = p.var(False, "pred")
     for row in rows:
@@ -140,9 +138,7 @@ def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     return flip(total.bits("s32"))
 
 
-def _count_better(
-    p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int
-) -> Value:
+def _count_better(p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int) -> Value:
     """Returns how many groups of the row are better than the lane's group number `group`, as a float.
 
     Floats are added in another pipe than integers are compared. `sums` has the sort keys of the sums of the lane's

@@ -328,8 +328,7 @@ def _count_values(p: PartProgram, zero: Value) -> None:
     negative_zero = _bucket_of_negative_zero(zero)
     offset = negative_zero | (negative_zero << 16)
     minus_first, last, one = (
-        p.var((n & 0xFFFF) * 0x10001, kind)
-        for n, kind in ((-_FIRST, "s16x2"), (_LAST, "u16x2"), (1, "s16x2"))
+        p.var((n & 0xFFFF) * 0x10001, kind) for n, kind in ((-_FIRST, "s16x2"), (_LAST, "u16x2"), (1, "s16x2"))
     )
 
     def count(words, _):
@@ -382,8 +381,7 @@ def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
     at = p.word(SCRATCH.histogram, bucket)
     numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
     first, second = (
-        p.convert(p.reduce("add", column), "f32")
-        * f.measure(_bounded_mass(p, _value(p, zero, bucket + i)), 1.0)
+        p.convert(p.reduce("add", column), "f32") * f.measure(_bounded_mass(p, _value(p, zero, bucket + i)), 1.0)
         for i, column in enumerate(zip(*numbers))
     )
     second = p.select((bucket + 1).equals(_LAST), INF, second)

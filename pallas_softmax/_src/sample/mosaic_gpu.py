@@ -111,9 +111,7 @@ def sample_rows(
     view = aligned_view(rows, vocab, window.vec)
     names = _OF_CUTOFF if words is None else DRAWN
 
-    def sample(
-        x_gmem, parameters_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None
-    ):
+    def sample(x_gmem, parameters_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
         part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.

@@ -285,17 +285,7 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2^e, with m from there to 4/3
 _EXPONENT = 0xFF800000  # the bits of the sign and the exponent
 # libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
-_SERIES = (
-    0xBE055027,
-    0x3E1039F6,
-    0xBDF8CDCC,
-    0x3E0F2955,
-    0xBE2AD8B9,
-    0x3E4CED0B,
-    0xBE7FFF22,
-    0x3EAAAA78,
-    0xBF000000,
-)
+_SERIES = (0xBE055027, 0x3E1039F6, 0xBDF8CDCC, 0x3E0F2955, 0xBE2AD8B9, 0x3E4CED0B, 0xBE7FFF22, 0x3EAAAA78, 0xBF000000)
 
 
 def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Value]]:
@@ -304,9 +294,7 @@ def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Valu
     return [(keys[i % 3], keys[(i + 1) % 3] + i if i else keys[1]) for i in range(6)]
 
 
-def words_at(
-    p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]
-) -> list[Value]:
+def words_at(p: Program, schedule: list[tuple[Value, Value]], halves: list[tuple[Value, Value]]) -> list[Value]:
     """Returns the word of each counter; `halves` are its upper and its lower half, with the first keys added.
 
     Counters take turns, so that no instruction waits for the last one.

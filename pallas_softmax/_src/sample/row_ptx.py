@@ -36,13 +36,7 @@ from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT, CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.normalizers import LOG2_E
-from pallas_softmax._src.sample.plan import (
-    ELEMENTS_AT_ONCE,
-    RECORD_WORDS,
-    SCRATCH,
-    WARP_LOAD_BYTES,
-    SamplePlan,
-)
+from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, RECORD_WORDS, SCRATCH, WARP_LOAD_BYTES, SamplePlan
 
 LEAST_FINITE = float(np.finfo(np.float32).min)  # in float32
 TINY = float(np.finfo(np.float32).tiny)
@@ -95,9 +89,7 @@ class ClusterProgram(CtaProgram):
     def record_of_cta(self, cta: Value) -> Value:
         return self.word(SCRATCH.gathered, cta, RECORD_WORDS)
 
-    def fetched(
-        self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence
-    ) -> list[Value]:
+    def fetched(self, at: Value, cta: Value, count: int, kinds: Sequence[str], neutral: Sequence) -> list[Value]:
         """Returns 1, 2, 4 or 8 words at an address in a CTA, in the first `count` lanes; `neutral` in the others.
 
         Synchronizes the threads of the CTA. One warp fetches the words: a CTA answers requests one at a time.

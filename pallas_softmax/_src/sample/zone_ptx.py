@@ -237,10 +237,7 @@ def _search_lists(f: FilterSearch, zone: Zone, copied: Value) -> None:
     first_of_cta, _ = p.before(zone.number_of_cta)
     _clear_sums(p)
     p.store(p.word(SCRATCH.picked), 0, when=p.thread.equals(0))
-    with (
-        p.when(~copied),
-        p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry,
-    ):  # a warp stays together
+    with p.when(~copied), p.each(p.thread, zone.number + p.lane, p.plan.threads) as entry:  # a warp stays together
         cta, is_key = p.var(0, "u32"), entry < zone.number
         for bit in reversed(range((p.ctas - 1).bit_length())):
             later = cta + (1 << bit)
@@ -401,9 +398,7 @@ def _count_distances(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucke
     filter_ptx.sum_sections(p, horner)
 
 
-def _end_of_zone(
-    f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, is_greatest: Value
-) -> Value:
+def _end_of_zone(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: Value, is_greatest: Value) -> Value:
     """Returns the greatest element of the zone, or the least one: the upper or the lower end of a bucket.
 
     The bucket reaches a goal that is lowered (for the greatest element) or raised by the bound on its error.

@@ -169,9 +169,7 @@ def logsumexp(
         arguments.check_axis_name(name, axis_name)
         only_by_jax = "with b, return_sign or complex a, got"
         if implementation not in (None, "xla"):
-            raise NotImplementedError(
-                f"{name}: implementation must be None or 'xla' {only_by_jax} {implementation!r}"
-            )
+            raise NotImplementedError(f"{name}: implementation must be None or 'xla' {only_by_jax} {implementation!r}")
         if axis_name is not None:
             raise NotImplementedError(f"{name}: axis_name must be None {only_by_jax} {axis_name!r}")
         return _by_jax(name, a, axis, b, keepdims, return_sign, where)

@@ -65,12 +65,7 @@ def _compute_strip(cta: "_StripsOfCta", turn) -> None:
 
 
 def launch(
-    formula: Formula,
-    arrays: list[jax.Array],
-    plan: Tile | Strips,
-    *,
-    name: str,
-    approximate: bool,
+    formula: Formula, arrays: list[jax.Array], plan: Tile | Strips, *, name: str, approximate: bool
 ) -> list[jax.Array]:
     """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
 
@@ -148,9 +143,7 @@ class _StripsOfCta:
         def fetch():
             refs, slot = self.refs, lax.rem(number, self.plan.slots)
             for gmem, smem, arrived in zip(refs.x_gmem, refs.x_smem, refs.arrived, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    self._lines(gmem, number), smem.at[self._slot(number)], arrived.at[slot]
-                )
+                plgpu.copy_gmem_to_smem(self._lines(gmem, number), smem.at[self._slot(number)], arrived.at[slot])
 
         if self._refills:
             pl.when(number < self.turns * self.plan.steps)(fetch)

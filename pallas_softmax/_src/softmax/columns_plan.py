@@ -155,9 +155,7 @@ def plan_columns(
         (STRIP_BYTES, smem, True),  # one CTA
         (NARROW_STRIP_BYTES, smem, False),  # one or two CTAs
     ):
-        plan = _strips(
-            outer, vocab, inner, strip_bytes, itemsize, arrays, hardware.MAX_CLUSTER[capability[0]]
-        )
+        plan = _strips(outer, vocab, inner, strip_bytes, itemsize, arrays, hardware.MAX_CLUSTER[capability[0]])
         if only_read:
             plan = dataclasses.replace(plan, slots=min(READ_SLOTS, plan.steps))
         held = plan.slots * plan.step_rows * plan.width * itemsize * arrays
@@ -200,9 +198,7 @@ def _tile(outer: int, vocab: int, inner: int, itemsize: int, arrays: int) -> Til
     return found
 
 
-def _strips(
-    outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int, arrays: int, most: int
-) -> Strips:
+def _strips(outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int, arrays: int, most: int) -> Strips:
     """Returns strips with the smallest cluster of up to `most` CTAs that keeps parts within PART_BYTES.
 
     The width is `strip_bytes`, halved until it is less than a line. Few strips get larger clusters, so that more

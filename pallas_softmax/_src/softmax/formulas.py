@@ -179,15 +179,9 @@ FORMULAS = {
     "counted_stats": _token_stats(counted=True),
     "logsumexp": Formula(ONLINE, constants=_logsumexp, row_dtypes=(None, F32, F32)),
     "softmax_grad": Formula(
-        SUM,
-        term=lambda y, dy: y * dy,
-        constants=lambda total: (total,),
-        value=lambda y, dy, total: y * (dy - total),
+        SUM, term=lambda y, dy: y * dy, constants=lambda total: (total,), value=lambda y, dy, total: y * (dy - total)
     ),
     "log_softmax_grad": Formula(
-        SUM,
-        term=lambda y, dy: dy,
-        constants=lambda total: (total,),
-        value=lambda y, dy, total: dy - jnp.exp(y) * total,
+        SUM, term=lambda y, dy: dy, constants=lambda total: (total,), value=lambda y, dy, total: dy - jnp.exp(y) * total
     ),
 }

@@ -98,9 +98,7 @@ def _count_in_block(segment: Any, start):
 
 def _keys(segment: Any, start):
     walk, (x_smem,) = segment.walk, segment.refs.x_smem
-    return sort_keys.key32(
-        blocks.load(x_smem.at[pl.ds(segment.smem_start + start, walk.block_size)], walk.vec)
-    )
+    return sort_keys.key32(blocks.load(x_smem.at[pl.ds(segment.smem_start + start, walk.block_size)], walk.vec))
 
 
 def _sum_of_counted(segment: Any, start, numbers):

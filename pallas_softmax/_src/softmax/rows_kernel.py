@@ -193,9 +193,7 @@ def launch(
     `aligned_view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
     """
     if isinstance(plan, Tile):
-        return tile_kernel.launch(
-            formula, arrays, plan, mask, scale, label, name=name, approximate=approximate
-        )
+        return tile_kernel.launch(formula, arrays, plan, mask, scale, label, name=name, approximate=approximate)
     job = Job(formula, arrays, mask, plan, scale, label, approximate)
     results = formula.out_type(job.view, (job.rows,), job.dtype)
     if plan.cluster:
@@ -214,9 +212,7 @@ def launch(
     return _launch(job, write_segment, name, results, reductions)
 
 
-def _launch(
-    job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None
-) -> list[jax.Array]:
+def _launch(job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None) -> list[jax.Array]:
     """Launches kernel(job, refs). `reductions` (rows, segments) are of the segments, if a launch before made them."""
     parts = job.parts
     scratch: dict[str, Any] = {

@@ -180,9 +180,7 @@ class Segment:
     def _load(self, i, size: int) -> Iterator[tuple]:
         """Yields the blocks of step i in float32, one from each array. After `size` elements they hold anything."""
         for at in self._blocks(i, size):
-            yield tuple(
-                blocks.load(x_smem.at[at], self.walk.vec).astype(jnp.float32) for x_smem in self.refs.x_smem
-            )
+            yield tuple(blocks.load(x_smem.at[at], self.walk.vec).astype(jnp.float32) for x_smem in self.refs.x_smem)
 
     def _store(self, i, size: int, values: Iterable[jax.Array]) -> None:
         """Stores blocks in the place of step i of the last array."""
@@ -199,10 +197,7 @@ class Segment:
         place, last = self.place, self.job.parts.length - EDGE
         position = blocks.positions()
         after_body = position + last >= self.body_start + self.job.parts.body
-        for at, counted in (
-            (0, position < self.body_start),
-            (last, after_body & (position + last < place.owned)),
-        ):
+        for at, counted in ((0, position < self.body_start), (last, after_body & (position + last < place.owned))):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
             mask = None if self.job.mask is None else self.load_mask(at, EDGE, 1)
@@ -311,9 +306,7 @@ class Segment:
             term = self._term([x.astype(jnp.float32)], mask, position < left)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
-        found = [
-            normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)
-        ]
+        found = [normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
         at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 

@@ -140,18 +140,7 @@ def rows_kernel(
 
 @triton.jit
 def _write(
-    a_ptr,
-    b_ptr,
-    mask_ptr,
-    out_ptr,
-    base,
-    mask_base,
-    col,
-    inside,
-    c0,
-    c1,
-    OP: tl.constexpr,
-    WHERE: tl.constexpr,
+    a_ptr, b_ptr, mask_ptr, out_ptr, base, mask_base, col, inside, c0, c1, OP: tl.constexpr, WHERE: tl.constexpr
 ):
     """Loads elements a second time, and stores their outputs."""
     a, b, keep, _ = _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP, WHERE)

@@ -24,9 +24,7 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Parts | Refusal:
     return plan_softmax("token_stats", call.rows, call.vocab, call.dtype, capability, masked=call.masked)
 
 
-def token_stats(
-    plan: Tile | Parts, logits, where, temperature, labels, at_labels=None, *, scaled: bool
-) -> RowStats:
+def token_stats(plan: Tile | Parts, logits, where, temperature, labels, at_labels=None, *, scaled: bool) -> RowStats:
     """Returns what `xla.token_stats` returns; with `at_labels`, what `xla.counted_stats` returns."""
     label = None
     if at_labels is not None:

@@ -59,9 +59,7 @@ def token_stats(logits, where, temperature, labels, *, scaled):
 
 def _maximum(x, largest):
     """Returns the maximum of each row; on a CPU, without a wait for the argmax. A maximum flushed to 0 is as good."""
-    return lax.platform_dependent(
-        cpu=lambda: jnp.max(x, -1, keepdims=True, initial=-jnp.inf), default=lambda: largest
-    )
+    return lax.platform_dependent(cpu=lambda: jnp.max(x, -1, keepdims=True, initial=-jnp.inf), default=lambda: largest)
 
 
 def ranked_stats(logits, where, temperature, labels, *, scaled):
@@ -148,9 +146,7 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     """
     logits = residuals[0]
     has_entropy, u, temperature, m, d, t = _harmless(residuals, where, scaled)
-    g_lse, g_entropy, g_label, g_d, g_t = (
-        jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t)
-    )
+    g_lse, g_entropy, g_label, g_d, g_t = (jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t))
     entropy_factor = g_entropy / d
     constant = g_lse / d + g_d + g_t + entropy_factor * (t / d)
     dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
@@ -166,9 +162,7 @@ def _harmless(residuals, where, scaled):
     """Returns whether each row has an entropy, u, the temperature, m, d and t; if not, numbers that make no NaN."""
     logits, temperature, m, d, t = residuals
     has_entropy = jnp.isfinite(m) & jnp.isfinite(d)
-    temperature, m, d, t = (
-        jnp.where(has_entropy, a, other) for a, other in ((temperature, 1), (m, 0), (d, 1), (t, 0))
-    )
+    temperature, m, d, t = (jnp.where(has_entropy, a, other) for a, other in ((temperature, 1), (m, 0), (d, 1), (t, 0)))
     x = logits_of(logits, where)
     # Where x is -inf, u is a constant: its derivative in the temperature would be NaN.
     no_mass = jnp.isneginf(x) | ~has_entropy

@@ -258,9 +258,7 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
             p.increase(entry, 1)
 
 
-def _store_entry(
-    p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None
-) -> None:
+def _store_entry(p: WindowProgram, entry: Value, key: Value | None, position: Value, when: Condition = None) -> None:
     if p.window.compact:
         p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:

@@ -37,13 +37,7 @@ from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
-from pallas_softmax._src.gpu.ptx.ranking import (
-    CANDIDATE_BYTES,
-    LOADED_AT_ONCE,
-    CandidateList,
-    candidate_of,
-    clear,
-)
+from pallas_softmax._src.gpu.ptx.ranking import CANDIDATE_BYTES, LOADED_AT_ONCE, CandidateList, candidate_of, clear
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.normalizers import Normalizer, Scale, encoded_scale, log_of_sum, scale_of
 from pallas_softmax._src.topk.plan import lists_per_merge, padded_winners
@@ -89,9 +83,7 @@ class Request:
         return jnp.where(key == sort_keys.lowest_key(self.logits_dtype), jnp.full_like(value, masked), value)
 
 
-def topk_merge(
-    count: int, fan_in: int, request: Request, lists_gmem, scale_gmem, *merged_gmem, **smem
-) -> None:
+def topk_merge(count: int, fan_in: int, request: Request, lists_gmem, scale_gmem, *merged_gmem, **smem) -> None:
     """The kernel: a CTA merges up to `fan_in` of the `count` lists of a row into one.
 
     The lists stay in device memory. Only the winners that reach the bound are copied to shared memory.
@@ -224,9 +216,7 @@ def write_winners(
     """
     k = request.k
     for first in range(0, k, WARPGROUP):
-        key, index = (
-            blocks.load(ranked.at[pl.ds(start, WARPGROUP)]) for start in (first, padded_winners(k) + first)
-        )
+        key, index = (blocks.load(ranked.at[pl.ds(start, WARPGROUP)]) for start in (first, padded_winners(k) + first))
         if ranked.dtype != jnp.int32:  # `ranked` is in the memory of a float32 row
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = request.values(key, normalizer, scale) if final else key
@@ -254,10 +244,7 @@ def rank_lists_program(winners: int, capacity: int, k: int, dtype: np.dtype) -> 
         own = number + p.convert(p.thread, "u64") << 2  # bytes
         listed = [p.thread + i * WARPGROUP < n for i in turns]
         keys, indices = (
-            [
-                p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed)
-                for i, is_listed in zip(turns, listed)
-            ]
+            [p.load(own + at, "s32", offset=4 * WARPGROUP * i, when=is_listed) for i, is_listed in zip(turns, listed)]
             for at in p.operands("u64", "keys", "indices")
         )
         for is_listed, key, index in zip(listed, keys, indices):

@@ -128,9 +128,7 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
-    "top_k": Kernel(
-        functools.partial(plan_by, plan_select, of_lengths=plan_selection), select, slower_select
-    ),
+    "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selection), select, slower_select),
     "topk_grad": Kernel(plan_grad, topk_grad_rows),
     "merge": Kernel(plan_merge, merge_rows),
 }

@@ -279,9 +279,7 @@ def mostly_winners(vocab: int, k: int) -> bool:
     return k >= 32 and 2 * k > vocab and vocab <= LANES * MAX_CROWDED_LANE_ELEMENTS
 
 
-def plan_by(
-    plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None
-) -> Any:
+def plan_by(plan: Callable, call: Call, capability: tuple[int, int], of_lengths: Callable | None = None) -> Any:
     """Returns the plan for the operand as floats; for integers with lengths, the plan by `of_lengths`."""
     if call.dtype not in INTEGERS_AS_FLOATS:
         return plan(call, capability)

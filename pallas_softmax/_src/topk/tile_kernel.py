@@ -68,9 +68,7 @@ def softmax_topk(
     tiles.store(indices_gmem, winners, row, index)
 
 
-def topk_rows(
-    x, mask: Mask | None, temperature, plan: Tile, request: Request
-) -> tuple[TopK, Normalizer | None]:
+def topk_rows(x, mask: Mask | None, temperature, plan: Tile, request: Request) -> tuple[TopK, Normalizer | None]:
     """Returns what `window_kernel.topk_rows` returns."""
     rows, normalized = x.shape[0], request.normalized
     values, indices, *normalizer = gpu_kernel(
@@ -122,17 +120,7 @@ def _per_row(gmem, tile: Tile, row):
 
 
 def topk_grad(
-    plan: Tile,
-    log: bool,
-    x_gmem,
-    scale_gmem,
-    m_gmem,
-    d_gmem,
-    g_d_gmem,
-    indices_gmem,
-    g_gmem,
-    dx_gmem,
-    dt_gmem,
+    plan: Tile, log: bool, x_gmem, scale_gmem, m_gmem, d_gmem, g_d_gmem, indices_gmem, g_gmem, dx_gmem, dt_gmem
 ) -> None:
     """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
 
@@ -194,10 +182,7 @@ def topk_grad_rows(plan: Tile, residuals, where, g, g_d, *, log: bool):
     dx, dt = gpu_kernel(
         functools.partial(topk_grad, plan, log),
         grid={"row": -(-x.shape[0] // plan.rows)},
-        out_type=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32),
-        ],
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32)],
         name="topk_grad",
         approximate=approximate(x.dtype),
     )(x, 1 / temperature, m, d, g_d, indices, g)

@@ -60,9 +60,7 @@ def _index(candidate):
 
 
 @triton.jit
-def _members(
-    best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr
-):
+def _members(best, start, stop, WIDTH: tl.constexpr, VEC: tl.constexpr, SLABS: tl.constexpr, SIZE: tl.constexpr):
     """Returns the columns of the groups that contain the candidates `best`, as a one-dimensional array.
 
     A group has VEC columns in each of SLABS slabs. A slab is WIDTH columns wide, and the part starts at column `start`.

@@ -66,13 +66,7 @@ from pallas_softmax._src.softmax import states_ptx
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel
 from pallas_softmax._src.topk.candidates_ptx import SCRATCH_BYTE, WindowProgram
 from pallas_softmax._src.topk.merge_kernel import Request, WinnerLists, lists_type, write_winners
-from pallas_softmax._src.topk.plan import (
-    REDUCTION_BYTES,
-    bound_rank,
-    group_words,
-    listed_items,
-    ordering_words,
-)
+from pallas_softmax._src.topk.plan import REDUCTION_BYTES, bound_rank, group_words, listed_items, ordering_words
 from pallas_softmax._src.topk.xla import TopK
 
 
@@ -116,9 +110,7 @@ class SearchMemory(NamedTuple):
     counts: Any  # (128,) int32: the numbers of candidates and of groups in `hits`; the rest is scratch
 
 
-def topk_rows(
-    x, mask: Mask | None, temperature, plan: Window, request: Request
-) -> tuple[TopK, Normalizer | None]:
+def topk_rows(x, mask: Mask | None, temperature, plan: Window, request: Request) -> tuple[TopK, Normalizer | None]:
     """Returns the k best of each row, (rows, k), and the normalizers (rows, 1), or None without a temperature.
 
     x has the logits, (rows, vocab). The temperature is (1,) or (rows,).
@@ -141,9 +133,7 @@ def topk_rows(
     return merge_kernel.merge_lists(lists, scale, plan.count, request)
 
 
-def _load_and_reduce(
-    window: Window, part: WindowPart, memory: SearchMemory, arrived, scale
-) -> Normalizer | None:
+def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arrived, scale) -> Normalizer | None:
     """Copies the part to shared memory, and reduces each step once it has arrived: writes the group_keys.
 
     Returns the normalizer of the part; None without a scale.
@@ -184,13 +174,7 @@ def _clear_list(memory: SearchMemory) -> None:
 
 @twin
 def _add_step(
-    window: Window,
-    memory: SearchMemory,
-    step,
-    count: int,
-    lane: Normalizer | None,
-    scale,
-    masked: bool,
+    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer | None, scale, masked: bool
 ) -> Normalizer | None:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 

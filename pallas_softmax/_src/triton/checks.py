@@ -56,9 +56,7 @@ def missing() -> str | None:
     return incompatible(_installed("jax-triton"), _installed("triton"), sys.version_info[:2], cuda)
 
 
-def incompatible(
-    jax_triton: str | None, triton: str | None, python: tuple[int, int], cuda: bool
-) -> str | None:
+def incompatible(jax_triton: str | None, triton: str | None, python: tuple[int, int], cuda: bool) -> str | None:
     """Returns why versions do not work together; None if they do. A package that is not installed has the version None.
 
     jax-triton 0.3.1 lowers with triton 3.6 to 3.9, and 0.4.1 with triton 3.7 to 3.9, both with jax 0.10.2 to

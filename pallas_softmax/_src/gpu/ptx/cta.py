@@ -137,9 +137,7 @@ class CtaProgram(Program):
             there = self.op("mapa.shared::cluster", "u32", at, cta)
             self += f"red.relaxed.cluster.shared::cluster.max.u32 [{there}], {number}; fence.acq_rel.cluster;"
 
-    def of_cta(
-        self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None
-    ) -> list[Value]:
+    def of_cta(self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None) -> list[Value]:
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
         space = "shared"

@@ -83,9 +83,7 @@ def words(register: ir.Value) -> list[ir.Value]:
 # --- PTX ----------------------------------------------------------------------------------------------
 
 
-def emit_ptx(
-    code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None
-) -> list[Any]:
+def emit_ptx(code: Program, operands: dict[str, ir.Value], results: dict[str, str] | None = None) -> list[Any]:
     """Emits PTX into the inline code that is being traced, in a scope of its own. Returns the values of the results.
 
     `operands` has values by name; a memory reference stands for its address. `results` has MLIR types, like "i32", by

@@ -333,9 +333,7 @@ def _lower_beyond_row(p: TileProgram, words: list[Value], first_column: Value) -
             p.set(word, LOWEST, when=first_column >= max(0, p.vocab - column))
 
 
-def _leave_if_exact(
-    p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]
-) -> None:
+def _leave_if_exact(p: TileProgram, near_tie: Value, too_short: Value, leave: Callable[[Value], None]) -> None:
     """Leaves a block if all lists are long enough, and packed keys order all rows of the warp as whole keys would.
 
     They do if no neighbours nearly tie, or if the bits `ones` of all floats are 0.

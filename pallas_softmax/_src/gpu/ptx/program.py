@@ -118,9 +118,7 @@ class Program(Arithmetic):
 
     # --- Memory
 
-    def load(
-        self, address: Value, kind: str, *, offset: int = 0, when: Condition = None, default: Any = None
-    ) -> Value:
+    def load(self, address: Value, kind: str, *, offset: int = 0, when: Condition = None, default: Any = None) -> Value:
         """Returns the number in memory. Where `when` does not hold, it is the default, or undefined without one."""
         out = self.fresh(kind) if default is None else self.var(default, kind)
         self.load_into([out], address, offset=offset, when=when)

@@ -9,16 +9,7 @@ Operands of an instruction have the same kind (see `kinds`), because PTX itself 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallas_softmax._src.gpu.ptx.kinds import (
-    BITS,
-    FLOATS,
-    check_bits,
-    number_text,
-    operand_of,
-    takes,
-    typed,
-    untyped,
-)
+from pallas_softmax._src.gpu.ptx.kinds import BITS, FLOATS, check_bits, number_text, operand_of, takes, typed, untyped
 
 # Selects the signs of the halves of a pair by prmt. Hexadecimal digit i selects byte i of the result, the lowest first:
 # 9 is the sign of byte 1, eight times, and B the sign of byte 3.
@@ -174,9 +165,7 @@ class Arithmetic:
         if a.kind != "pred":
             raise TypeError(f"{instruction} takes pred, not {a.kind} ({a})")
         out = self.fresh("pred")
-        self += (
-            f"{instruction} {out}, {x}, {self.text_of(instruction, operand_of(relation, x.kind), y)}, {a};"
-        )
+        self += f"{instruction} {out}, {x}, {self.text_of(instruction, operand_of(relation, x.kind), y)}, {a};"
         return out
 
     def compare(self, x: Value, relation: str, y: Any) -> Value:
