@@ -263,7 +263,7 @@ def draws_of_padded_columns(operation):
     else:
         of_key = jax.random.gumbel(key, (N, own * devices))
     tokens = Tokens(None, draw=(of_key, None, jnp.full(N, 0.9), None))
-    static = {"head": Head(columns=own, undivided=True), "workspace_bytes": 2**29}
+    static = {"head": Head(columns=own, undivided=True, precision="highest"), "workspace_bytes": 2**29}
     static |= {"sampler": choose_plain(call), "mesh_axes": ("model",)}
 
     def on_shard(x, w, tokens):

@@ -408,7 +408,7 @@ def verified(layout, drawn, how):
         arrays = [at.place(x), *(lay((q,), at.mesh, (P("b", None, "v"),)) if drawn else [])]
         got, sent = execute(f, *per_row, *arrays)
         assert_equal(got, f(keys, drafts, x, q))
-        row = 4 * 4096 * (len(x) // 2)  # bytes of one position of each sequence of a device
+        row = 4 * 4096 * (len(x) // at.mesh.shape["b"])  # bytes of one position of each sequence of a device
         gathered = sum(c.bytes for c in sent if c.group > 1 and c.kind != "all-to-all")
         assert gathered < 3.5 * row, sent  # of 4 positions
 
