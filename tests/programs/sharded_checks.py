@@ -362,7 +362,9 @@ def tokens(filters, how, impl, exchanged, masked):
     lists, kinds_of_rbg = (2, []) if impl == "threefry2x32" else (5, ["all-reduce"])
     assert {*kinds} <= {"all-to-all", "all-gather", *kinds_of_rbg}, every
     if exchanged and options:
-        assert always == every
+        # On a GPU, XLA moves an all-reduce into a computation of its own.
+        in_entry, anywhere = ([c for c in found if c.kind != "all-reduce"] for found in (always, every))
+        assert in_entry == anywhere, every
         assert len(every) <= 2 * (lists + masked), every
         return
     assert len(always) <= lists, always

@@ -208,4 +208,4 @@ def run_under(tool, *options, script, arguments=()):
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
     }
     command = [path, *options, sys.executable, str(tests / "programs" / script), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
