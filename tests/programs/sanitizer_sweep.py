@@ -34,9 +34,9 @@ from tests.topk import kernels as topk
 from tests.topk import select
 
 TWO = ("softmax", "softmax_grad")  # where the other operations would add nothing
-# (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches. The segments of
-# a CTA have whole blocks: otherwise the last block reads bytes of the next segment, which may not have arrived. They do
-# not count, but racecheck reports them.
+# (rows, V, dtype, plan, masked, operations). Rows in registers, in one CTA, in clusters, in two launches. If a CTA has
+# several segments, they have whole blocks: otherwise the last block reads bytes of the next segment, which may not have
+# arrived. They do not count, but racecheck reports them.
 SHAPES = [
     (3, 1000, "float32", None, False, oracle.OPERATIONS),
     (3, 127, "bfloat16", None, True, TWO),
