@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
@@ -57,19 +56,12 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
     from pallas_softmax._src.softmax.triton_kernels import long_kernel
 
     rows, x = constants["ROWS"], inputs[1]
-    constants = constants | {
-        "PARTS": plan.parts,
-        "SLOTS": power_of_two(plan.parts, 1),
-        "LENGTH": plan.length,
-        "DEPTH": plan.depth,
-        "WIDTH": plan.width,
-        "VECTOR": ACCESS_BYTES // x.dtype.itemsize,
-    }
+    constants = constants | {"PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1), "LENGTH": plan.length}
+    constants |= {"DEPTH": plan.depth, "WIDTH": plan.width}
 
     def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):
         phase = {"REDUCE": reduce, "WRITE": write}
-        arrays = (*inputs, normalizers)
-        (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
+        (result,) = launch(long_kernel, (*inputs, normalizers), [out], grid, plan.warps, **constants, **phase)
         return result
 
     if plan.parts == 1:  # x takes the place of the normalizers, which are not read

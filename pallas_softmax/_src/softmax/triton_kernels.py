@@ -40,10 +40,8 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    if OP == "softmax_grad" or OP == "log_softmax_grad":
-        return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    else:
-        return tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32)
+    m = 0.0 if OP == "softmax_grad" or OP == "log_softmax_grad" else float("-inf")
+    return tl.full([N], m, tl.float32), tl.zeros([N], tl.float32)
 
 
 @triton.jit
@@ -170,7 +168,6 @@ def long_kernel(
     PARTS: tl.constexpr,
     SLOTS: tl.constexpr,  # PARTS rounded up to a power of two
     LENGTH: tl.constexpr,
-    VECTOR: tl.constexpr,  # number of elements in 16 bytes
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -181,6 +178,7 @@ def long_kernel(
     WRITE              merges the normalizers of the row's parts (in each program), then writes the outputs
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    VECTOR: tl.constexpr = 128 // b_ptr.dtype.element_ty.primitive_bitwidth  # number of elements in 16 bytes
     start = part * LENGTH
     length = min(LENGTH, V - start)
 
