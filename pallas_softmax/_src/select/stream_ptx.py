@@ -363,12 +363,10 @@ class SelectProgram(ListProgram):
             words = entries[::2]
             if self.element.halves and width > 1:
                 pairs = zip(words[::2], words[1::2])
-                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
-            elif self.element.halves:
-                (word,) = self.elements(words)
-                bits = [self.convert(word.bits("u32") >> 16, "u16")]
-            else:
-                bits = self.elements(words)
+                words = [self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs]
+            bits = self.elements(words)
+            if self.element.halves and width == 1:
+                bits = [self.convert(bits[0].bits("u32") >> 16, "u16")]
             self.store(values + self.multiply_wide(number, itemsize), *bits)
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2])
 

@@ -101,8 +101,7 @@ def select(plan, operand, where, lengths, *, k, sorted):
         rows, mask, _, unfold = fold_topk(x, where, None)
         lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
         fill = None if x.dtype == operand.dtype else np.asarray(sort_keys.lowest(x.dtype))
-        found = select_kernel.select_rows(rows, mask, lengths, k, plan, fill=fill)
-        found = jax.tree.map(unfold, found)
+        found = jax.tree.map(unfold, select_kernel.select_rows(rows, mask, lengths, k, plan, fill=fill))
     else:
         found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
     return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))

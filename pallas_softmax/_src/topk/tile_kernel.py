@@ -51,8 +51,7 @@ def softmax_topk(
 
     normalizer = scale = None
     if scale_gmem is not None:
-        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
-        normalizer = Normalizer(m, d)
+        normalizer, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
         for gmem, per_row in zip(normalizer_gmem, normalizer):
             tiles.store(gmem, plan, row, per_row)
 
@@ -98,15 +97,15 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
     return x, elements
 
 
-def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
-    """Returns m, d and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Normalizer, Any]:
+    """Returns the normalizer and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     row_scale = _per_row(scale_gmem, plan, row)
     row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
-    return *map(broadcast, total), row_scale
+    return Normalizer(*map(broadcast, total)), row_scale
 
 
 def _per_row(gmem, tile: Tile, row):

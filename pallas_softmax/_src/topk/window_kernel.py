@@ -150,9 +150,7 @@ def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arr
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
-        masked = part.mask is not None
-        lane = _add_step(window, memory, i, count, lane, scale, masked)
-        return lane, next_keep
+        return _add_step(window, memory, i, count, lane, scale, part.mask is not None), next_keep
 
     lane = None if scale is None else Normalizer(*[blocks.filled(x) for x in (-jnp.inf, 0)])
     carry = lane, window_arrival.mask_of_step(window, part, 0)
@@ -242,9 +240,7 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program. The k best go to <group_keys>; in a compact window to <x>, as
-    the last array of `ordering_words`.
-    """
+    """Returns the program. The k best go to <group_keys>; in a compact window to <x>, the last of `ordering_words`."""
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
