@@ -95,22 +95,14 @@ def _store_logsumexp(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    # inputs
-    a_ptr,  # (ROWS, V)
-    b_ptr,  # (ROWS, V)
+    a_ptr, b_ptr,  # (ROWS, V)
     mask_ptr,  # bool, with the strides of MASK
-    # outputs
-    out_ptr,  # (ROWS, V), or float32 (3, ROWS) for logsumexp
+    out_ptr,  # the output: (ROWS, V), or float32 (3, ROWS) for logsumexp
     # constants of the call
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    OP: tl.constexpr,
-    WHERE: tl.constexpr,
-    MASK: tl.constexpr,
+    ROWS: tl.constexpr, V: tl.constexpr, OP: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr,
     # constants of the plan, a Block
-    PROGRAM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    PROGRAM_ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Computes PROGRAM_ROWS whole rows per program, each in WIDTH elements of registers. The grid covers all ROWS."""
     row = tl.program_id(0) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
     col = tl.arange(0, WIDTH)[None, :]
@@ -148,29 +140,16 @@ def _write(
 
 @triton.jit
 def long_kernel(
-    # inputs
-    a_ptr,  # (ROWS, V)
-    b_ptr,  # (ROWS, V)
+    a_ptr, b_ptr,  # (ROWS, V)
     mask_ptr,  # bool, with the strides of MASK
     normalizers_ptr,  # float32 (2, ROWS, PARTS), m and d; read only if not REDUCE
-    # outputs
     out_ptr,  # if WRITE (ROWS, V), or float32 (3, ROWS) for logsumexp; else float32 (2, ROWS, PARTS), m and d
-    # constants of the call
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    OP: tl.constexpr,
-    WHERE: tl.constexpr,
-    MASK: tl.constexpr,
-    # constants of the launch
-    REDUCE: tl.constexpr,
-    WRITE: tl.constexpr,
-    # constants of the plan, a Long
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,  # PARTS rounded up to a power of two
-    LENGTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    # constants of the call, and of the launch
+    ROWS: tl.constexpr, V: tl.constexpr, OP: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr,
+    REDUCE: tl.constexpr, WRITE: tl.constexpr,
+    # constants of the plan, a Long; SLOTS is PARTS, rounded up to a power of two
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Computes a part of LENGTH elements of a row in steps of DEPTH x WIDTH. The grid is (ROWS, PARTS).
 
     REDUCE and WRITE   the row is a single part: reads it to reduce it, then again to write the outputs
