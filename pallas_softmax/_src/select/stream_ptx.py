@@ -44,11 +44,10 @@ _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which devic
 class SelectProgram(ListProgram):
     """The program. <part> is the CTA's number in its cluster, and <mask_row> the row of the mask."""
 
-    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
+    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int):
         super().__init__(plan, dtype)
         self.masked, self.row = masked, self.operand("row", "u32")
-        fill_bits = -1 if fill is None else fill - (fill >> 31 << 32)
-        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # the word of an entry that fills
+        self.fill_word = fill ^ (fill >> 31 & MAGNITUDE)  # the word of an entry that fills
         itemsize = self.element.itemsize
         self.vec = ACCESS_BYTES // itemsize
         self.fields = 2 if self.element.halves else 4  # see `count`
@@ -171,8 +170,7 @@ class SelectProgram(ListProgram):
             for i, vector in enumerate(vectors):
                 self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
         a, b = plan.rank_coefficients(self.element.itemsize)
-        rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
-        rank = self.convert(rank, "u32")
+        rank = self.convert(self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b, "u32")
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
         # Sets `low` to a high key that at least `rank` sampled elements reach. Each group of threads has an element
