@@ -18,8 +18,7 @@ from pallas_softmax._src.triton.plan import Block, Long, plan_softmax
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
-    reason = checks.unsupported(call, capability) or checks.missing()
-    if reason is not None:
+    if reason := checks.unsupported(call, capability) or checks.missing():
         return Refusal(reason)
     return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
 

@@ -128,9 +128,7 @@ def topk_grad(
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
-
-    def spread(per_winner):
-        return tiles.spread(per_winner, winners, plan)
+    spread = functools.partial(tiles.spread, tile=winners, out=plan)
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
     index = tiles.load(indices_gmem, winners, row, 0)
