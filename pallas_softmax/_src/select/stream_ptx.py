@@ -178,8 +178,7 @@ class SelectProgram(ListProgram):
         # a higher key.
         low = self.var(self.select(rank <= plan.threads, largest, least))
         for bit in range(log2(LANES)):
-            larger = self.shuffle(low, "bfly", 1 << bit)
-            self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
+            self.update(low, "max", self.shuffle(low, "bfly", 1 << bit), when=rank <= plan.threads >> bit + 1)
         of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
         lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
         low, high = self.reduce("min", lows), self.reduce("max", highs)
@@ -383,5 +382,4 @@ class SelectProgram(ListProgram):
         self.barrier()
         room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
         sums = self.scratch + self.plan.extremes
-        dtype, vocab = self.element.dtype, self.plan.vocab
-        CandidateList(self, *room, sums, put, self.plan.k, dtype, vocab).rank()
+        CandidateList(self, *room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab).rank()

@@ -32,16 +32,14 @@ def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ..
     mask_array, mask_constants = mask_arguments(mask, last)
     inputs = folded[0], last, mask_array  # a forward has one array, which takes both places
     constants = {"ROWS": rows, "V": vocab, "OP": op} | mask_constants
-    if op == "logsumexp":
-        out = jax.ShapeDtypeStruct((3, rows, 1), jnp.float32)
-    else:
-        out = jax.ShapeDtypeStruct((rows, vocab), last.dtype)
+    shape, dtype = ((3, rows, 1), jnp.float32) if op == "logsumexp" else (last.shape, last.dtype)
+    out = jax.ShapeDtypeStruct(shape, dtype)
 
     if isinstance(plan, Block):
         from pallas_softmax._src.softmax.triton_kernels import rows_kernel
 
-        grid, shape = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
-        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
+        grid, of_plan = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **of_plan)
     else:
         result = _launch_long(plan, inputs, out, constants)
     if op != "logsumexp":

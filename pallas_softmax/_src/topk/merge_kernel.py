@@ -217,8 +217,7 @@ def write_winners(
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = request.values(key, normalizer, scale) if final else key
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
-            held = min(WARPGROUP, k - first)
-            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=min(WARPGROUP, k - first))
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
 

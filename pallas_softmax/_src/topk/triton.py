@@ -40,9 +40,8 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature if normalized else jnp.ones((1, 1)))
     (rows, vocab), slots = x.shape, plan.slots
     mask_array, mask_constants = mask_arguments(mask, x)
-    constants = {"ROWS": rows, "K": k, "SLOTS": slots, "WHERE": mask_constants["WHERE"]}
-    constants |= {"LOG": log if normalized else None, "SCALED": scaled and normalized}
-    constants |= {"SCALAR": temperatures.shape == (1,)}
+    constants = {"ROWS": rows, "K": k, "SLOTS": slots, "SCALAR": temperatures.shape == (1,)}
+    constants |= {"LOG": log if normalized else None, "SCALED": scaled and normalized, "WHERE": mask_constants["WHERE"]}
 
     def run(kernel, inputs, parts, warps, **of_kernel):
         """Launches a kernel. Returns values, indices and normalizers of `parts` lists of winners of each row.

@@ -205,8 +205,7 @@ def _add_step(
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else element.floats(p, words, marked=False):
             terms.append(exponential(x))
-    rescale = exponential(m)
-    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    p.set(new_d, p.multiply_add(d, exponential(m), p.reduce("add", terms)))
     numbers = {"m": lane.m, "d": lane.d, "step": step, **states_ptx.factors(scale)}
     return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
@@ -228,7 +227,7 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program. The k best go to <group_keys>; in a compact window to <x>, the last of `ordering_words`."""
+    """Returns the program. The k best go to <group_keys>; if compact, to the last array of `ordering_words` in <x>."""
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)

@@ -91,8 +91,7 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """The transpose of `select_grad`."""
     indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
-    dvalues = masked(at_or_zero(dx, indices), kept, 0)
-    return lax.psum(dvalues, mesh_axes)
+    return lax.psum(masked(at_or_zero(dx, indices), kept, 0), mesh_axes)
 
 
 def _winners_in_shard(residuals, where, lengths, mesh_axes):
