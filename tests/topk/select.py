@@ -77,7 +77,7 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
     operands["length"] = plan.vocab if lengths is None else np.resize(np.asarray(lengths), rows)[row]
     if mask is not None:
         operands |= {"mask": ptx.Device(np.asarray(mask.array), offset), "mask_row": np.asarray(mask.row(row))}
-    bits = None if fill is None else int(fill.view(f"u{itemsize}")) << 32 - 8 * itemsize
+    bits = -1 if fill is None else int(fill.view(f"i{itemsize}")) << 32 - 8 * itemsize
     program = program_of(plan, x.dtype, mask is not None, bits)
     memory = np.full((len(row), plan.smem_bytes), 0xCD, "u1")
     machine = ptx.Machine(program, memory, plan.threads, operands, rng, clusters=rows)

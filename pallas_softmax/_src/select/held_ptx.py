@@ -30,7 +30,7 @@ _GUESS = {"bf16": 2**10, "f16": 2**13, "f32": 2**26}
 class HeldRowProgram(SelectProgram):
     """The program. Elements at a distance below `limit` win, and the first `ties` of those at it."""
 
-    def __init__(self, plan: SelectPlan, dtype, fill: int | None):
+    def __init__(self, plan: SelectPlan, dtype, fill: int):
         super().__init__(plan, dtype, False, fill)
         # A short row has fewer vectors in each thread, not fewer threads.
         used = (self.vectors + (plan.threads - 1)) >> log2(plan.threads)

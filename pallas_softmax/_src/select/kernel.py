@@ -27,10 +27,10 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 @functools.lru_cache(maxsize=16)
-def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int | None) -> SelectProgram:
+def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int) -> SelectProgram:
     """Returns the program of a CTA, stage by stage.
 
-    `fill` has the bits of fillings, in the upper half for 16-bit dtypes. None is all ones: the lowest key.
+    `fill` has the bits of fillings, as a signed number, in the upper half for 16-bit dtypes. -1 is the lowest key.
     """
     if plan.in_registers:
         held = HeldRowProgram(plan, dtype, fill)
@@ -83,14 +83,13 @@ def select_rows(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, *, fill
 def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> list[jax.Array]:
     rows, vocab = x.shape
 
-    def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, *, list_smem, scratch_smem):
+    def top_k_select(x_gmem, lengths_gmem, mask_gmem, values_gmem, indices_gmem, **smem):
         row = lax.axis_index("row")
         length = jnp.int32(vocab) if lengths_gmem is None else number_of_row(lengths_gmem, row)
         masking = {} if mask is None else {"mask_row": mask.row(row)}
         numbers = {"row": row, "part": cta_number("part", plan.ctas), "length": length, **masking}
-        refs = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem}
-        refs |= {"list": list_smem, "scratch": scratch_smem} | ({} if mask is None else {"mask": mask_gmem})
-        _select(plan, fill, refs, numbers)
+        refs = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem, **smem}
+        _select(plan, fill, refs if mask is None else refs | {"mask": mask_gmem}, numbers)
 
     return gpu_kernel(
         top_k_select,
@@ -99,8 +98,8 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
         warpgroups=plan.warpgroups,
         out_type=[jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, k), jnp.int32)],
         scratch_types={
-            "list_smem": plgpu.SMEM((plan.list_bytes // 4,), jnp.int32),
-            "scratch_smem": plgpu.SMEM((plan.scratch_bytes // 4,), jnp.int32),
+            "list": plgpu.SMEM((plan.list_bytes // 4,), jnp.int32),
+            "scratch": plgpu.SMEM((plan.scratch_bytes // 4,), jnp.int32),
         },
         name="top_k_select",
     )(x, lengths, None if mask is None else mask.array)
@@ -108,6 +107,6 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
 
 @twin
 def _select(plan: SelectPlan, fill, refs: dict[str, Any], numbers: dict[str, Any]) -> None:
-    fill_bits = None if fill is None else int(fill.view(f"u{fill.itemsize}")) << 32 - 8 * fill.itemsize
+    fill_bits = -1 if fill is None else int(fill.view(f"i{fill.itemsize}")) << 32 - 8 * fill.itemsize
     program = program_of(plan, np.dtype(refs["x"].dtype), "mask" in refs, fill_bits)
     insert_ptx(program, refs, {name: jnp.int32(number) for name, number in numbers.items()})

@@ -99,14 +99,12 @@ class ListProgram(CtaProgram):
     def last_key(self) -> tuple[KeyRange, Value, Value]:
         """Returns a range that exactly k entries reach, or a single key; how many are above it, and reach it."""
         rank, high = self.var(self.plan.k, "u32"), self.var(self.key_at(self.greatest, 0xFFFF))
+
+        def visit(see):
+            self.visit(lambda key, _: see(self.min(key, high)))
+
         with self.loop() as leave:
-            found, above, reach = self.find(
-                lambda see: self.visit(lambda key, _: see(self.min(key, high))),
-                self.key_at(self.floor, 0),
-                high,
-                rank,
-                rank,
-            )
+            found, above, reach = self.find(visit, self.key_at(self.floor, 0), high, rank, rank)
             # Keys above `high` counted as `high`. So if the range contains `high`, it may be wrong.
             leave((found.high < high) | high.equals(MAGNITUDE))
             self.set(high, MAGNITUDE)

@@ -178,8 +178,7 @@ def plan_selection(call: Call, capability: tuple[int, int]) -> SelectPlan | Refu
     Only a selection takes integers with lengths. The least integer has the lowest key, so it counts as masked. It comes
     before the elements beyond the length all the same, since its index is lower.
     """
-    reason = checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call)
-    if reason:
+    if reason := checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call):
         return Refusal(reason)
     rows, vocab, k, itemsize = call.rows, call.vocab, call.k or 0, jnp.dtype(call.dtype).itemsize
     none = Refusal(f"no selection of k={call.k} in rows of V={vocab}")

@@ -44,11 +44,10 @@ _SECTOR_VECTORS = 4  # neighbouring vectors of the sample: 64 bytes, which devic
 class SelectProgram(ListProgram):
     """The program. <part> is the CTA's number in its cluster, and <mask_row> the row of the mask."""
 
-    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int | None):
+    def __init__(self, plan: SelectPlan, dtype, masked: bool, fill: int):
         super().__init__(plan, dtype)
         self.masked, self.row = masked, self.operand("row", "u32")
-        fill_bits = -1 if fill is None else fill - (fill >> 31 << 32)
-        self.fill_word = fill_bits ^ (fill_bits >> 31 & MAGNITUDE)  # the word of an entry that fills
+        self.fill_word = fill ^ (fill >> 31 & MAGNITUDE)  # the word of an entry that fills
         itemsize = self.element.itemsize
         self.vec = ACCESS_BYTES // itemsize
         self.fields = 2 if self.element.halves else 4  # see `count`
@@ -171,8 +170,7 @@ class SelectProgram(ListProgram):
             for i, vector in enumerate(vectors):
                 self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
         a, b = plan.rank_coefficients(self.element.itemsize)
-        rank = self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b
-        rank = self.convert(rank, "u32")
+        rank = self.convert(self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b, "u32")
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
         # Sets `low` to a high key that at least `rank` sampled elements reach. Each group of threads has an element
@@ -180,8 +178,7 @@ class SelectProgram(ListProgram):
         # a higher key.
         low = self.var(self.select(rank <= plan.threads, largest, least))
         for bit in range(log2(LANES)):
-            larger = self.shuffle(low, "bfly", 1 << bit)
-            self.update(low, "max", larger, when=rank <= plan.threads >> bit + 1)
+            self.update(low, "max", self.shuffle(low, "bfly", 1 << bit), when=rank <= plan.threads >> bit + 1)
         of_warp = [self.over_lanes("min", low), self.over_lanes("max", largest)]
         lows, highs = self.of_warps(of_warp, self.scratch + plan.extremes, lane=0)
         low, high = self.reduce("min", lows), self.reduce("max", highs)
@@ -363,12 +360,10 @@ class SelectProgram(ListProgram):
             words = entries[::2]
             if self.element.halves and width > 1:
                 pairs = zip(words[::2], words[1::2])
-                bits = self.elements([self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs])
-            elif self.element.halves:
-                (word,) = self.elements(words)
-                bits = [self.convert(word.bits("u32") >> 16, "u16")]
-            else:
-                bits = self.elements(words)
+                words = [self.write("prmt.b32", "s32", *pair, _UPPER_HALVES) for pair in pairs]
+            bits = self.elements(words)
+            if self.element.halves and width == 1:
+                bits = [self.convert(bits[0].bits("u32") >> 16, "u16")]
             self.store(values + self.multiply_wide(number, itemsize), *bits)
             self.store(indices + self.multiply_wide(number, 4), *entries[1::2])
 
@@ -387,5 +382,4 @@ class SelectProgram(ListProgram):
         self.barrier()
         room = self.list, self.n, self.plan.ranked, self.list + ENTRY_BYTES * self.plan.ranked
         sums = self.scratch + self.plan.extremes
-        dtype, vocab = self.element.dtype, self.plan.vocab
-        CandidateList(self, *room, sums, put, self.plan.k, dtype, vocab).rank()
+        CandidateList(self, *room, sums, put, self.plan.k, self.element.dtype, self.plan.vocab).rank()

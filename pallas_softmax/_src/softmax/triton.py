@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.folding import fold
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.layout import power_of_two
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.triton import checks
@@ -19,8 +18,7 @@ from pallas_softmax._src.triton.plan import Block, Long, plan_softmax
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
-    reason = checks.unsupported(call, capability) or checks.missing()
-    if reason is not None:
+    if reason := checks.unsupported(call, capability) or checks.missing():
         return Refusal(reason)
     return plan_softmax(call.op, call.rows, call.vocab, call.dtype, call.masked)
 
@@ -34,16 +32,14 @@ def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ..
     mask_array, mask_constants = mask_arguments(mask, last)
     inputs = folded[0], last, mask_array  # a forward has one array, which takes both places
     constants = {"ROWS": rows, "V": vocab, "OP": op} | mask_constants
-    if op == "logsumexp":
-        out = jax.ShapeDtypeStruct((3, rows, 1), jnp.float32)
-    else:
-        out = jax.ShapeDtypeStruct((rows, vocab), last.dtype)
+    shape, dtype = ((3, rows, 1), jnp.float32) if op == "logsumexp" else (last.shape, last.dtype)
+    out = jax.ShapeDtypeStruct(shape, dtype)
 
     if isinstance(plan, Block):
         from pallas_softmax._src.softmax.triton_kernels import rows_kernel
 
-        grid, shape = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
-        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **shape)
+        grid, of_plan = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
+        (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **of_plan)
     else:
         result = _launch_long(plan, inputs, out, constants)
     if op != "logsumexp":
@@ -57,27 +53,19 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
     from pallas_softmax._src.softmax.triton_kernels import long_kernel
 
     rows, x = constants["ROWS"], inputs[1]
-    constants = constants | {
-        "PARTS": plan.parts,
-        "SLOTS": power_of_two(plan.parts, 1),
-        "LENGTH": plan.length,
-        "DEPTH": plan.depth,
-        "WIDTH": plan.width,
-        "VECTOR": ACCESS_BYTES // x.dtype.itemsize,
-    }
+    constants = constants | {"PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1), "LENGTH": plan.length}
+    constants |= {"DEPTH": plan.depth, "WIDTH": plan.width}
 
-    def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):
-        phase = {"REDUCE": reduce, "WRITE": write}
-        arrays = (*inputs, normalizers)
-        (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
+    def launch_phase(normalizers, out, grid, **phase: bool):
+        (result,) = launch(long_kernel, (*inputs, normalizers), [out], grid, plan.warps, **constants, **phase)
         return result
 
     if plan.parts == 1:  # x takes the place of the normalizers, which are not read
-        return launch_phase(x, out, (rows, 1), reduce=True, write=True)
+        return launch_phase(x, out, (rows, 1), REDUCE=True, WRITE=True)
     part_normalizers = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
-    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), reduce=True, write=False)
+    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), REDUCE=True, WRITE=False)
     writers = 1 if constants["OP"] == "logsumexp" else plan.parts
-    return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
+    return launch_phase(normalizers, out, (rows, writers), REDUCE=False, WRITE=True)
 
 
 _NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")

@@ -40,10 +40,8 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    if OP == "softmax_grad" or OP == "log_softmax_grad":
-        return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    else:
-        return tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32)
+    m = 0.0 if OP == "softmax_grad" or OP == "log_softmax_grad" else float("-inf")
+    return tl.full([N], m, tl.float32), tl.zeros([N], tl.float32)
 
 
 @triton.jit
@@ -97,22 +95,14 @@ def _store_logsumexp(out_ptr, row, inside, m, d, ROWS: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    # inputs
-    a_ptr,  # (ROWS, V)
-    b_ptr,  # (ROWS, V)
+    a_ptr, b_ptr,  # (ROWS, V)
     mask_ptr,  # bool, with the strides of MASK
-    # outputs
-    out_ptr,  # (ROWS, V), or float32 (3, ROWS) for logsumexp
+    out_ptr,  # the output: (ROWS, V), or float32 (3, ROWS) for logsumexp
     # constants of the call
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    OP: tl.constexpr,
-    WHERE: tl.constexpr,
-    MASK: tl.constexpr,
+    ROWS: tl.constexpr, V: tl.constexpr, OP: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr,
     # constants of the plan, a Block
-    PROGRAM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    PROGRAM_ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Computes PROGRAM_ROWS whole rows per program, each in WIDTH elements of registers. The grid covers all ROWS."""
     row = tl.program_id(0) * PROGRAM_ROWS + tl.arange(0, PROGRAM_ROWS)
     col = tl.arange(0, WIDTH)[None, :]
@@ -150,30 +140,16 @@ def _write(
 
 @triton.jit
 def long_kernel(
-    # inputs
-    a_ptr,  # (ROWS, V)
-    b_ptr,  # (ROWS, V)
+    a_ptr, b_ptr,  # (ROWS, V)
     mask_ptr,  # bool, with the strides of MASK
     normalizers_ptr,  # float32 (2, ROWS, PARTS), m and d; read only if not REDUCE
-    # outputs
     out_ptr,  # if WRITE (ROWS, V), or float32 (3, ROWS) for logsumexp; else float32 (2, ROWS, PARTS), m and d
-    # constants of the call
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    OP: tl.constexpr,
-    WHERE: tl.constexpr,
-    MASK: tl.constexpr,
-    # constants of the launch
-    REDUCE: tl.constexpr,
-    WRITE: tl.constexpr,
-    # constants of the plan, a Long
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,  # PARTS rounded up to a power of two
-    LENGTH: tl.constexpr,
-    VECTOR: tl.constexpr,  # number of elements in 16 bytes
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    # constants of the call, and of the launch
+    ROWS: tl.constexpr, V: tl.constexpr, OP: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr,
+    REDUCE: tl.constexpr, WRITE: tl.constexpr,
+    # constants of the plan, a Long; SLOTS is PARTS, rounded up to a power of two
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Computes a part of LENGTH elements of a row in steps of DEPTH x WIDTH. The grid is (ROWS, PARTS).
 
     REDUCE and WRITE   the row is a single part: reads it to reduce it, then again to write the outputs
@@ -181,6 +157,7 @@ def long_kernel(
     WRITE              merges the normalizers of the row's parts (in each program), then writes the outputs
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    VECTOR: tl.constexpr = 128 // b_ptr.dtype.element_ty.primitive_bitwidth  # number of elements in 16 bytes
     start = part * LENGTH
     length = min(LENGTH, V - start)
 

@@ -1,9 +1,8 @@
 """Inline PTX that finds the candidates for the k best elements of a part, with the 128 threads of a CTA.
 
-`find_bound` finds a lower bound for the k best elements. It looks only at the largest key of each group. The range of
-these keys is cut into buckets of equal length, a power of two, and the keys are counted by bucket. One bucket holds the
-k-th largest key. At least k keys reach the least key of that bucket, which is the bound. If many more than k keys reach
-it, `narrow` cuts the bucket into buckets again:
+`find_bound` finds a lower bound for the k best elements. It looks only at the largest key of each group, and counts
+these keys in buckets of equal length. One bucket holds the k-th largest key. At least k keys reach the least key of
+that bucket, which is the bound. If many more than k keys reach it, `narrow` cuts the bucket into buckets again:
 
     keys       2 9 4 8 7 4 7 1      k = 3
     bucket     3 0 2 0 1 2 1 4      (9 - key) / 2
@@ -111,16 +110,11 @@ _FEW_CANDIDATES = 256
 
 
 def collect(p: WindowProgram, bound: Value, *, all_groups: bool = False) -> None:
-    """Appends the elements that reach the bound to the list. A thread handles 32 at once, from one or several groups:
-
-    n = list the groups that reach the bound          with all_groups: n = all groups; skip those below the bound
-    for turn = 0, 128 * groups at once, ... below n:
-        mask = a bit for each of the thread's 32 elements that is in the part and reaches the bound
-        entry = reserve as many entries as mask has bits
-        while mask: clear its lowest bit, write that element to entry `entry`; entry += 1
+    """Appends the elements that reach the bound to the list. A thread handles 32 at once, from one or several groups.
 
     The first word of <counts> gets the number of candidates, even if they do not fit. The list of groups may be too
-    short for the groups. Then all threads leave at once, and the number is the capacity + 1.
+    short for the groups. Then all threads leave at once, and the number is the capacity + 1. With `all_groups` there is
+    no such list: threads take all groups, and skip those below the bound.
     """
     with p.block() as finish:
         n = p.var(p.window.groups, "u32") if all_groups else _list_hits(p, bound, finish)
@@ -144,17 +138,17 @@ def _list_hits(p: WindowProgram, bound: Value, give_up: Callable[..., None]) -> 
     for start in range(0, each, LOADED_AT_ONCE):
         turns = range(start, min(start + LOADED_AT_ONCE, each))
         keys = [p.load(own, "s32", offset=4 * WARPGROUP * i) for i in turns]
-        count, before, reach = p.var(0, "u32"), [], []
-        for key in keys:
-            reach.append(key >= bound)
-            ballot = p.ballot(reach[-1])
-            before.append(p.count_ones(ballot & lower_lanes) + count)
+        count, hits = p.var(0, "u32"), []
+        for i, key in zip(turns, keys):
+            reaches = key >= bound
+            ballot = p.ballot(reaches)
+            hits.append((i, reaches, p.count_ones(ballot & lower_lanes) + count))
             count = count + p.count_ones(ballot)
         with p.block() as leave:
             leave(count.equals(0))
             reserved = p.take_from(p.counts, count, offset=HITS_BYTE, when=lower_lanes.equals(0), default=0)
             first = p.shuffle(reserved, "idx", 0)
-            for i, reaches, lower in zip(turns, reach, before):
+            for i, reaches, lower in hits:
                 at, group = lower + first, p.thread + WARPGROUP * i
                 group = p.convert(group, "u16") if p.window.compact else group
                 p.store(p.hit(at), group, when=reaches & (at < p.hits_capacity))
@@ -237,23 +231,22 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
     window = p.window
     with p.loop() as leave:
         leave(mask.equals(0) | (entry >= p.capacity))
-        chosen, bits, groups = [], [], []
+        groups, elements = [], []
         for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
             inside = entry + i < p.capacity
-            chosen.append(inside & mask.differs(0))
-            bits.append(p.lowest_bit(mask))
+            choose, bit = inside & mask.differs(0), p.lowest_bit(mask)
             p.update(mask, "and", mask - 1)
-            group = p.multiply_add(bits[-1] >> log2(window.group_size), WARPGROUP, turn)
-            groups.append(p.load_hit(group, chosen[-1]) if listed else group)
-        elements, positions = [], []
-        for choose, bit, group in zip(chosen, bits, groups):
+            group = p.multiply_add(bit >> log2(window.group_size), WARPGROUP, turn)
+            groups.append((choose, bit, p.load_hit(group, choose) if listed else group))
+        for choose, bit, group in groups:
             in_group = bit & (window.group_size - 1)
             block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
-            positions.append(p.first_position(group) + p.multiply_add(block, window.block_size, in_vector))
-            if not window.compact:  # loads the element again, because registers cannot be indexed
-                elements.append(p.element.load_bits(p, p.address(positions[-1]), when=choose))
-        for i, (choose, position) in enumerate(zip(chosen, positions)):
-            key = None if window.compact else p.element.key(elements[i])
+            position = p.first_position(group) + p.multiply_add(block, window.block_size, in_vector)
+            # Loads the element again, because registers cannot be indexed.
+            bits = None if window.compact else p.element.load_bits(p, p.address(position), when=choose)
+            elements.append((choose, position, bits))
+        for choose, position, bits in elements:
+            key = None if bits is None else p.element.key(bits)
             _store_entry(p, entry, key, position, choose)
             p.increase(entry, 1)
 

@@ -60,10 +60,8 @@ class Request:
 
     def scale(self, scales, row) -> Any:
         """Returns 1 / temperature of a row, a number or, if `scaled`, a `Scale`; None if nothing is normalized."""
-        if scales is None:
-            return None
         scale = number_of_row(scales, row)
-        return scale_of(scale) if self.scaled else scale
+        return scale_of(scale) if self.scaled and scale is not None else scale
 
     def values(self, key, normalizer: Normalizer | None, scale):
         """Returns the values of winners, in float32. d of the normalizer is the sum of exp((x - m) * scale).
@@ -201,9 +199,7 @@ def put_in_shared_memory(p: Program, ranked: Value, k: int) -> Callable[..., Non
 def lists_type(lists: int, request: Request, final: bool) -> WinnerLists:
     values = jax.ShapeDtypeStruct((lists, request.k), request.dtype if final else jnp.int32)
     indices = jax.ShapeDtypeStruct((lists, request.k), jnp.int32)
-    if not request.normalized:
-        return WinnerLists(values, indices)
-    per_list = jax.ShapeDtypeStruct((lists,), jnp.float32)
+    per_list = jax.ShapeDtypeStruct((lists,), jnp.float32) if request.normalized else None
     return WinnerLists(values, indices, per_list, per_list)
 
 
@@ -221,8 +217,7 @@ def write_winners(
             key, index = (lax.bitcast_convert_type(a, jnp.int32) for a in (key, index))
         value = request.values(key, normalizer, scale) if final else key
         for gmem, block in ((lists_gmem.values, value), (lists_gmem.indices, index)):
-            held = min(WARPGROUP, k - first)
-            blocks.store_to_row(gmem, row=at, start=first, block=block, held=held)
+            blocks.store_to_row(gmem, row=at, start=first, block=block, held=min(WARPGROUP, k - first))
     if normalizer is not None:
         lists_gmem.m[at], lists_gmem.d[at] = normalizer
 

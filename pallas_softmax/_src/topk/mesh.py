@@ -42,8 +42,7 @@ def select_on_mesh(run_shard, operand, where, lengths, *, merge, k, sorted, mesh
     values, indices = run_shard(None, (operand, where, lengths), {"k": min(k, vocab), "sorted": True})
     where, won = within(where, lengths, operand), wide_logits(values)
     lists = won, _positions(indices, where, operand, mesh_axes)
-    static = {"k": k, "log": False, "dtype": won.dtype}
-    winners, _ = _merged(run_shard, merge, lists, where is not None, None, mesh_axes, **static)
+    winners, _ = _merged(run_shard, merge, lists, where is not None, None, mesh_axes, k=k, log=False, dtype=won.dtype)
     return TopK(winners.values.astype(operand.dtype), winners.indices)
 
 

@@ -20,7 +20,6 @@ from pallas_softmax._src.select.plan import LIST_SHARE, SHORT_ROW, SelectPlan, p
 from pallas_softmax._src.topk import tile_kernel, window_kernel
 from pallas_softmax._src.topk.merge_kernel import Request, merge_rows
 from pallas_softmax._src.topk.plan import MAX_K, lists_per_merge, plan_by, plan_topk, plan_topk_grad
-from pallas_softmax._src.topk.tile_kernel import topk_grad_rows
 from pallas_softmax._src.topk.xla import within
 
 # XLA is faster at thousands of winners of one very long row, measured on an H100.
@@ -31,18 +30,17 @@ MIN_VOCAB_OF_LENGTHS = 4_096  # elements of a row; with fewer, a mask is faster 
 MIN_SELECTED = 129  # winners; with fewer, putting them in order costs little
 
 
-def _unsupported_winners(call: Call, k: int, capability: tuple[int, int]) -> str | None:
+def _unsupported_winners(call: Call, capability: tuple[int, int]) -> str | None:
     reason = checks.unsupported(call, capability) or checks.not_contiguous(call)
-    if reason is None and not 1 <= k <= MAX_K:
+    if reason is None and not 1 <= (call.k or 0) <= MAX_K:
         return f"k={call.k} is not from 1 to {MAX_K}"
     return reason or checks.too_large(call)
 
 
 def plan(call: Call, capability: tuple[int, int]) -> Any:
-    k = call.k or 0
-    if reason := _unsupported_winners(call, k, capability):
+    if reason := _unsupported_winners(call, capability):
         return Refusal(reason)
-    return plan_topk(call.vocab, k, jnp.dtype(call.dtype), capability)
+    return plan_topk(call.vocab, call.k or 0, jnp.dtype(call.dtype), capability)
 
 
 def slower(call: Call) -> str | None:
@@ -101,8 +99,7 @@ def select(plan, operand, where, lengths, *, k, sorted):
         rows, mask, _, unfold = fold_topk(x, where, None)
         lengths = None if lengths is None else fold_numbers(lengths, x.shape[:-1])[:, 0]
         fill = None if x.dtype == operand.dtype else np.asarray(sort_keys.lowest(x.dtype))
-        found = select_kernel.select_rows(rows, mask, lengths, k, plan, fill=fill)
-        found = jax.tree.map(unfold, found)
+        found = jax.tree.map(unfold, select_kernel.select_rows(rows, mask, lengths, k, plan, fill=fill))
     else:
         found, _ = topk(plan, x, within(where, lengths, x), None, k=k, log=False, dtype=x.dtype)
     return found._replace(values=sort_keys.from_floats(found.values, operand.dtype))
@@ -118,9 +115,9 @@ def plan_grad(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
 
 
 def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
-    k = call.k or 0
-    if reason := _unsupported_winners(call, k, capability):
+    if reason := _unsupported_winners(call, capability):
         return Refusal(reason)
+    k = call.k or 0
     if call.vocab > (most := lists_per_merge(k)) * k:
         return Refusal(f"{call.vocab // k} lists of {k} are more than the {most} that a CTA merges")
     return None
@@ -129,6 +126,6 @@ def plan_merge(call: Call, capability: tuple[int, int]) -> None | Refusal:
 KERNELS = {
     "topk": Kernel(plan, topk, slower),
     "top_k": Kernel(functools.partial(plan_by, plan_select, of_lengths=plan_selection), select, slower_select),
-    "topk_grad": Kernel(plan_grad, topk_grad_rows),
+    "topk_grad": Kernel(plan_grad, tile_kernel.topk_grad_rows),
     "merge": Kernel(plan_merge, merge_rows),
 }

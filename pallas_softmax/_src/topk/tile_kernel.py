@@ -24,17 +24,7 @@ from pallas_softmax._src.topk.merge_kernel import Request
 from pallas_softmax._src.topk.xla import TopK
 
 
-def softmax_topk(
-    plan: Tile,
-    mask: Mask | None,
-    request: Request,
-    x_gmem,
-    scale_gmem,
-    mask_gmem,
-    values_gmem,
-    indices_gmem,
-    *normalizer_gmem,
-) -> None:
+def softmax_topk(plan: Tile, mask: Mask | None, request: Request, x_gmem, scale_gmem, mask_gmem, *lists_gmem) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and writes their winners and normalizers.
 
     Without a scale, nothing is normalized: the values are the winners as they are.
@@ -42,7 +32,8 @@ def softmax_topk(
     Stages: load, reduce to the normalizer, find the k best, compute their probabilities, write. In 32-bit dtypes the
     search returns only indices, and the winners are read again, from the cache.
     """
-    (rows, vocab), k = x_gmem.shape, values_gmem.shape[1]
+    (rows, vocab), k = x_gmem.shape, request.k
+    values_gmem, indices_gmem, *normalizer_gmem = lists_gmem
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
     winners = merged_tile(plan, k)  # how the winners lie over the same lanes
     tiles.prefetch(x_gmem, plan, row)  # a tile of a later CTA
@@ -51,8 +42,7 @@ def softmax_topk(
 
     normalizer = scale = None
     if scale_gmem is not None:
-        m, d, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
-        normalizer = Normalizer(m, d)
+        normalizer, scale = _normalizer_and_scale(x, scale_gmem, plan, row, scaled=request.scaled)
         for gmem, per_row in zip(normalizer_gmem, normalizer):
             tiles.store(gmem, plan, row, per_row)
 
@@ -98,15 +88,15 @@ def _load(x_gmem, mask_gmem, mask: Mask | None, plan: Tile, row, *, last_row: in
     return x, elements
 
 
-def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Any, Any, Any]:
-    """Returns m, d and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
+def _normalizer_and_scale(x, scale_gmem, plan: Tile, row, *, scaled: bool) -> tuple[Normalizer, Any]:
+    """Returns the normalizer and the scale of each row, spread over the tile; if `scaled`, the scale is a `Scale`."""
     broadcast = functools.partial(tiles.broadcast, tile=plan)
     m = jnp.max(x, 1).astype(jnp.float32)  # before the cast: one instruction compares two 16-bit elements
     x = x.astype(jnp.float32)
     row_scale = _per_row(scale_gmem, plan, row)
     row_scale = normalizers.scale_of(row_scale) if scaled else row_scale
     total = normalizers.combine_lanes(Normalizer(x, jnp.ones_like(x)), 1, broadcast, row_scale, m)
-    return *map(broadcast, total), row_scale
+    return Normalizer(*map(broadcast, total)), row_scale
 
 
 def _per_row(gmem, tile: Tile, row):
@@ -132,24 +122,19 @@ def topk_grad(
         T                           - sum over all logits of cotangent * (x - m) / T
 
     With log, g p becomes g in all of these. In the sum for T, `slope` has the share of p r / T, and `slope_won` has the
-    share of g p / T. The winners of a row lie over the same lanes as the row. The steps:
-
-        winners   load g and the indices; read the logits of the winners, from the cache; compute r of the row
-        row       write p r / T of all elements
-        winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
+    share of g p / T. The winners of a row lie over the same lanes as the row. They overwrite what the row wrote:
+    `tiles.store` first waits until the warp has written the row.
     """
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
     row = lax.axis_index("row") * plan.rows  # the first row of this CTA
-
-    def spread(per_winner):
-        return tiles.spread(per_winner, winners, plan)
+    spread = functools.partial(tiles.spread, tile=winners, out=plan)
 
     x = tiles.load(x_gmem, plan, row, -jnp.inf).astype(jnp.float32)
     index = tiles.load(indices_gmem, winners, row, 0)
     g = tiles.load(g_gmem, winners, row, 0).astype(jnp.float32)
     m, d, scale = (_per_row(gmem, winners, row) for gmem in (m_gmem, d_gmem, scale_gmem))
-    x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)
+    x_won = tiles.load(x_gmem, winners, row, column=index).astype(jnp.float32)  # from the cache
 
     # the winners
     scaled_won = (x_won - m) * scale

@@ -157,31 +157,17 @@ def _store(
 
 @triton.jit
 def topk_kernel(
-    # inputs
     x_ptr,  # (ROWS, V)
     mask_ptr,  # bool, with the strides of MASK
     temperature_ptr,  # (1,) if SCALAR, else (ROWS,)
-    # outputs, as `_store` describes them
-    values_ptr,
-    indices_ptr,
-    normalizers_ptr,
+    values_ptr, indices_ptr, normalizers_ptr,  # outputs, as `_store` describes them
     # constants of the call
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    LOG: tl.constexpr,
-    SCALAR: tl.constexpr,
-    SCALED: tl.constexpr,
-    WHERE: tl.constexpr,
-    MASK: tl.constexpr,
+    ROWS: tl.constexpr, V: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, SCALAR: tl.constexpr,
+    SCALED: tl.constexpr, WHERE: tl.constexpr, MASK: tl.constexpr,
     # constants of the plan, a Slabs
-    PARTS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VEC: tl.constexpr,
+    PARTS: tl.constexpr, LENGTH: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+):  # fmt: skip
     """Finds the winners and the normalizer of a part of LENGTH elements of a row. The grid is (ROWS, PARTS)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base, mask_base = row * V, mask_start(row, V, WHERE, MASK)
@@ -222,28 +208,17 @@ def topk_kernel(
 
 @triton.jit
 def merge_kernel(
-    # inputs
     x_ptr,  # used only for its dtype
     temperature_ptr,  # (1,) if SCALAR, else (ROWS,)
     candidates_ptr,  # int32 (ROWS, LISTS, SLOTS, 2)
     list_normalizers_ptr,  # float32 (2, ROWS, LISTS), m and d
-    # outputs, as `_store` describes them
-    values_ptr,
-    indices_ptr,
-    normalizers_ptr,
+    values_ptr, indices_ptr, normalizers_ptr,  # outputs, as `_store` describes them
     # constants of the call
-    ROWS: tl.constexpr,
-    K: tl.constexpr,
-    LOG: tl.constexpr,
-    SCALAR: tl.constexpr,
-    SCALED: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr, LOG: tl.constexpr, SCALAR: tl.constexpr, SCALED: tl.constexpr,
     WHERE: tl.constexpr,
-    # constants of the plan
-    SLOTS: tl.constexpr,
-    LISTS: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    PARTS: tl.constexpr,  # LISTS / FAN_IN, rounded up
-):
+    # constants of the plan; PARTS is LISTS / FAN_IN, rounded up
+    SLOTS: tl.constexpr, LISTS: tl.constexpr, FAN_IN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Merges FAN_IN lists of a row's candidates, and their normalizers, into one.
 
     A row has LISTS lists before the launch, and PARTS lists after it. The grid is (ROWS, PARTS).

@@ -58,7 +58,6 @@ from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
-from pallas_softmax._src.gpu.ptx.ranking import CandidateList
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.window_arrival import WindowPart
 from pallas_softmax._src.normalizers import Normalizer, Scale
@@ -71,27 +70,16 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
-    window: Window,
-    mask: Mask | None,
-    rows: int,
-    request: Request,
-    x_gmem,
-    scale_gmem,
-    mask_gmem,
-    *lists_gmem,
-    groups_smem,
-    arrived,
-    lists_smem,
-    x_smem,
+    window: Window, mask: Mask | None, rows: int, request: Request, x_gmem, scale_gmem, mask_gmem, *lists_gmem, **smem
 ) -> None:
     """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer."""
     part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
-    group_keys, counts = split(groups_smem, group_words(window, request.k), WARPGROUP)
-    candidates, hits = split(lists_smem, *listed_items(window, request.k))
-    memory = SearchMemory(x_smem, group_keys, candidates, hits, counts)
+    group_keys, counts = split(smem["groups"], group_words(window, request.k), WARPGROUP)
+    candidates, hits = split(smem["lists"], *listed_items(window, request.k))
+    memory = SearchMemory(smem["x"], group_keys, candidates, hits, counts)
     scale = request.scale(scale_gmem, part.place.row)
 
-    normalizer = _load_and_reduce(window, part, memory, arrived, scale)  # also writes the group_keys
+    normalizer = _load_and_reduce(window, part, memory, smem["arrived"], scale)  # also writes the group_keys
     ranked_smem = _find_winners(window, memory, part, request.k)  # bound, collect, rank
     number = part.place.row * window.count + part.place.index  # of the list
     final = window.count == 1  # no merge follows: write values instead of keys
@@ -122,10 +110,10 @@ def topk_rows(x, mask: Mask | None, temperature, plan: Window, request: Request)
         grid={"row": rows, "part": plan.count},
         out_type=lists_type(rows * plan.count, request, final=plan.count == 1),
         scratch_types={
-            "groups_smem": plgpu.SMEM((group_words(plan, k) + WARPGROUP,), jnp.int32),
+            "groups": plgpu.SMEM((group_words(plan, k) + WARPGROUP,), jnp.int32),
             "arrived": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
-            "lists_smem": plgpu.SMEM((sum(listed_items(plan, k)),), jnp.int16 if plan.compact else jnp.int32),
-            "x_smem": plgpu.SMEM((plan.size,), x.dtype),
+            "lists": plgpu.SMEM((sum(listed_items(plan, k)),), jnp.int16 if plan.compact else jnp.int32),
+            "x": plgpu.SMEM((plan.size,), x.dtype),
         },
         name="softmax_topk" if request.normalized else "top_k",
         reduction_bytes=REDUCTION_BYTES,
@@ -150,9 +138,7 @@ def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arr
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
             window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
-        masked = part.mask is not None
-        lane = _add_step(window, memory, i, count, lane, scale, masked)
-        return lane, next_keep
+        return _add_step(window, memory, i, count, lane, scale, part.mask is not None), next_keep
 
     lane = None if scale is None else Normalizer(*[blocks.filled(x) for x in (-jnp.inf, 0)])
     carry = lane, window_arrival.mask_of_step(window, part, 0)
@@ -219,8 +205,7 @@ def _add_step(
     for b, words in enumerate(vectors):
         for x in floats[b] if floats else element.floats(p, words, marked=False):
             terms.append(exponential(x))
-    rescale = exponential(m)
-    p.set(new_d, p.multiply_add(d, rescale, p.reduce("add", terms)))
+    p.set(new_d, p.multiply_add(d, exponential(m), p.reduce("add", terms)))
     numbers = {"m": lane.m, "d": lane.d, "step": step, **states_ptx.factors(scale)}
     return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
@@ -242,9 +227,7 @@ def split(ref, *sizes: int) -> list:
 
 @functools.lru_cache(maxsize=16)
 def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
-    """Returns the program. The k best go to <group_keys>; in a compact window to <x>, as
-    the last array of `ordering_words`.
-    """
+    """Returns the program. The k best go to <group_keys>; if compact, to the last array of `ordering_words` in <x>."""
     p = WindowProgram(window, dtype, k)
     lowest = sort_keys.lowest_key(dtype)
     bound_at = bound_rank(window, k, p.capacity)
@@ -263,7 +246,7 @@ def search_program(window: Window, dtype: np.dtype, k: int) -> WindowProgram:
         ranked = p.group_keys
         room = p.candidates, n, p.capacity, p.hits, ranked
     put = merge_kernel.put_in_shared_memory(p, ranked, k)
-    listed = CandidateList(p, *room, put, k, dtype, window.vocab)
+    listed = ranking.CandidateList(p, *room, put, k, dtype, window.vocab)
     if window.compact:
         candidates_ptx.expand_positions(p, listed)
     listed.rank()

@@ -91,8 +91,7 @@ def select_grad(residuals, where, lengths, g, *, mesh_axes=()):
 def select_tangent(residuals, where, lengths, dx, *, mesh_axes=()):
     """The transpose of `select_grad`."""
     indices, kept = _winners_in_shard(residuals, where, lengths, mesh_axes)
-    dvalues = masked(at_or_zero(dx, indices), kept, 0)
-    return lax.psum(dvalues, mesh_axes)
+    return lax.psum(masked(at_or_zero(dx, indices), kept, 0), mesh_axes)
 
 
 def _winners_in_shard(residuals, where, lengths, mesh_axes):
@@ -118,15 +117,15 @@ def merge(won, kept, indices, parts, temperature, *, k, log, dtype, scaled=True)
     (..., parts) each. Without a temperature, the values are the winners as they are, and `parts` is ().
     """
     order = best_order(won, kept, k)
+    won, indices = (jnp.take_along_axis(a, order, -1) for a in (won, indices))
     if temperature is None:
-        return TopK(*(jnp.take_along_axis(a, order, -1) for a in (won, indices))), None
+        return TopK(won, indices), None
     tops, d = parts
     divisor = Temperature.of(temperature) if scaled else None
     normalizer = normalizers.combine_parts(Normalizer(normalizers.to_float(tops, (-1,)), d), divisor)
     kept = None if kept is None else jnp.take_along_axis(kept, order, -1)
-    winners = normalizers.to_float(jnp.take_along_axis(won, order, -1), (-1,), kept)
-    values = _values(winners, kept, normalizer, divisor, log, dtype)
-    return TopK(values, jnp.take_along_axis(indices, order, -1)), normalizer
+    values = _values(normalizers.to_float(won, (-1,), kept), kept, normalizer, divisor, log, dtype)
+    return TopK(values, indices), normalizer
 
 
 def _values(winners, kept, normalizer: Normalizer, divisor: Temperature | None, log: bool, dtype):
@@ -164,7 +163,7 @@ def topk_grad(residuals, where, g, g_d, *, log, mesh_axes=()):
     return dx, lax.psum(dt, mesh_axes)
 
 
-def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
+def topk_tangent(residuals, where, dx, dt, *, log, dtype, mesh_axes=()):
     """Returns the tangents of the winners' values and of d: the transpose of `topk_grad`.
 
     With s = (x - m) / T and ds = (dx - s dT) / T, the tangent of log p_j is ds_j - sum_i p_i ds_i.
@@ -181,8 +180,7 @@ def topk_tangent(residuals, where, dx, dt, *, log, dtype=None, mesh_axes=()):
     p_won = at_or_zero(p, indices)
     dvalues = dlog_p if log else jnp.where(p_won == 0, 0, p_won * dlog_p)
     dvalues = masked(masked(dvalues, mask_at(where, logits, indices), 0), own, 0)
-    dvalues = lax.psum(dvalues, mesh_axes)
-    return dvalues if dtype is None else dvalues.astype(dtype), d * mean
+    return lax.psum(dvalues, mesh_axes).astype(dtype), d * mean
 
 
 def _scaled_and_softmax(x, where, m, d, temperature):

@@ -42,11 +42,10 @@ def unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     """Returns why the kernels cannot run a call on a GPU of this compute capability; None if they can."""
     if capability < MIN_CAPABILITY:
         return f"needs compute capability {_dotted(MIN_CAPABILITY)} or newer, not {_dotted(capability)}"
-    if reason := unsupported_array(call):
-        return reason
-    if max(call.rows, call.vocab) > MAX_INDEX:
+    reason = unsupported_array(call)
+    if reason is None and max(call.rows, call.vocab) > MAX_INDEX:
         return f"more than {MAX_INDEX} rows, or elements of a row: {call.rows} x {call.vocab}"
-    return None
+    return reason
 
 
 @functools.cache

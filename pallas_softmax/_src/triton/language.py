@@ -81,22 +81,15 @@ def kept(mask_ptr, start, col, inside, WHERE: tl.constexpr):
 @triton.jit
 def sort_key(x):
     """Returns int32 keys in the total order of lax.top_k, like `sort_keys.key32`."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-        return bits ^ ((bits >> 31) & 0x7FFF)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = x.to(tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32, bitcast=True).to(tl.int32)
+    return bits ^ ((bits >> 31) & ~lowest_key(x.dtype))
 
 
 @triton.jit
 def from_sort_key(key, DTYPE: tl.constexpr):
     """Returns the elements of this dtype that have these keys, bit by bit."""
-    if DTYPE.primitive_bitwidth == 16:
-        bits = key ^ ((key >> 31) & 0x7FFF)
-        return bits.to(tl.int16).to(DTYPE, bitcast=True)
-    else:
-        return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    bits = key ^ ((key >> 31) & ~lowest_key(DTYPE))
+    return bits.to(tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32).to(DTYPE, bitcast=True)
 
 
 @triton.jit

@@ -148,9 +148,7 @@ class Slabs:
 
 def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) -> Block | Long:
     """Returns how the rows of the softmax operation named `op` lie over programs."""
-    is_gradient = op.endswith("_grad")
     is_16_bit = jnp.dtype(dtype).itemsize == 2
-
     if masked:
         longest = MAX_BLOCK_MASKED
     elif op in ("softmax", "logsumexp"):
@@ -163,21 +161,18 @@ def plan_softmax(op: str, rows: int, vocab: int, dtype, masked: bool = False) ->
 
     # Few rows are cut into parts, so that their programs fill the GPU.
     parts = 1 if rows > FEW_ROWS else min(-(-vocab // MIN_LONG_PART), LAUNCHED_PROGRAMS // rows)
-    # Their programs are small, unless parts are long enough to fill the registers of larger programs.
+    # Their programs are small, unless parts are long enough to fill the registers of larger programs. With many rows, a
+    # step has as many elements as the registers hold.
     if parts > 1 and vocab > parts * DEEP_PART and not masked:
-        return _long(vocab, parts, depth=4, width=4_096, warps=16)
-    if parts > 1:
-        return _long(vocab, parts, depth=1, width=4_096, warps=8)
-
-    # Many rows: a step has as many elements as the registers hold.
-    if masked:  # the mask and its addresses take the registers that deeper steps need
-        return _long(vocab, 1, depth=1, width=4_096, warps=16)
-    if is_16_bit and not is_gradient:  # one array, loaded eight elements at a time
-        return _long(vocab, 1, depth=4, width=4_096, warps=16)
-    return _long(vocab, 1, depth=2, width=8_192, warps=32)
-
-
-def _long(vocab: int, parts: int, depth: int, width: int, warps: int) -> Long:
+        depth, width, warps = 4, 4_096, 16
+    elif parts > 1:
+        depth, width, warps = 1, 4_096, 8
+    elif masked:  # the mask and its addresses take the registers that deeper steps need
+        depth, width, warps = 1, 4_096, 16
+    elif is_16_bit and not op.endswith("_grad"):  # one array, loaded eight elements at a time
+        depth, width, warps = 4, 4_096, 16
+    else:
+        depth, width, warps = 2, 8_192, 32
     return Long(*_cut(vocab, parts, depth * width), depth, width, warps)
 
 
