@@ -202,24 +202,16 @@ def test_columns_under_vmap_and_in_shards():
 
 # (plan, V, dtype, rows). Tiles with every number of lanes; clusters of every size. Strips end with the array, and
 # beyond it; the last CTA of a cluster has few lines, or none.
-ON_A_GPU = [
-    (Tile(24, 32, 1, 1), 21, F32, ALL),
-    (Tile(128, 8, 4, 1), 127, BF16, EVEN),
-    (Tile(8, 128, 4, 1), 8, F16, EVEN),
-    (Tile(1024, 2, 4, 1), 1000, F32, EVEN),
-    (Strips(1000, 8, 4, 1, 128, 8), 1000, F32, EVEN),
-    (Strips(1000, 8, 4, 2, 64, 8), 1000, BF16, EVEN),
-    (Strips(1024, 8, 4, 4, 256, 1), 1024, F16, EVEN),
-    (Strips(5000, 8, 4, 8, 64, 10), 5000, F32, EVEN),
-    (Strips(25000, 8, 4, 16, 256, 7), 25000, F32, EVEN),
-    (Strips(3000, 8, 4, 16, 256, 1), 3000, BF16, EVEN),
-    (Strips(1000, 64, 4, 16, 64, 1), 1000, BF16, EVEN * 5),
-    # strips in turns: slots for one strip, for more than one, and for all; the last cluster takes fewer strips
-    (Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN),
-    (Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN),
-    (Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN),
-    (Tile(24, 128, 1, 3), 21, F32, EVEN * 13),
-]
+ON_A_GPU = [(Tile(24, 32, 1, 1), 21, F32, ALL), (Tile(128, 8, 4, 1), 127, BF16, EVEN)]
+ON_A_GPU += [(Tile(8, 128, 4, 1), 8, F16, EVEN), (Tile(1024, 2, 4, 1), 1000, F32, EVEN)]
+ON_A_GPU += [(Strips(1000, 8, 4, 1, 128, 8), 1000, F32, EVEN), (Strips(1000, 8, 4, 2, 64, 8), 1000, BF16, EVEN)]
+ON_A_GPU += [(Strips(1024, 8, 4, 4, 256, 1), 1024, F16, EVEN), (Strips(5000, 8, 4, 8, 64, 10), 5000, F32, EVEN)]
+ON_A_GPU += [(Strips(25000, 8, 4, 16, 256, 7), 25000, F32, EVEN), (Strips(3000, 8, 4, 16, 256, 1), 3000, BF16, EVEN)]
+ON_A_GPU += [(Strips(1000, 64, 4, 16, 64, 1), 1000, BF16, EVEN * 5)]
+# strips in turns: slots for one strip, for more than one, and for all; the last cluster takes fewer strips
+ON_A_GPU += [(Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN)]
+ON_A_GPU += [(Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN)]
+ON_A_GPU += [(Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN), (Tile(24, 128, 1, 3), 21, F32, EVEN * 13)]
 
 
 GPU_CASES = [(name, *case) for name, case in pairs(oracle.OPERATIONS, ON_A_GPU)]

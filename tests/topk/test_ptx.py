@@ -325,19 +325,11 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     kernels.assert_merged(tile, vocab, k, raw_keys(x))
 
 
-MERGED_32 = [
-    (Tile(32, 4, 4, 4), 64, 2),
-    (Tile(8, 16, 4, 2), 128, 33),
-    (Tile(16, 16, 1, 5), 77, 76),  # two rows per thread
-    (Tile(4, 32, 4, 4), 512, 16),
-    (Tile(4, 32, 4, 4), 512, 64),
-    (Tile(4, 32, 4, 4), 512, 512),
-    (Tile(8, 16, 4, 8), 500, 200),
-    (Tile(4, 32, 4, 8), 1021, 1000),
-    (Tile(16, 8, 4, 8), 256, 8),
-    (Tile(16, 8, 4, 4), 128, 4),
-    (Tile(16, 16, 1, 5), 77, 1),
-]
+# Tiles of 16 rows have two rows per thread.
+MERGED_32 = [(Tile(32, 4, 4, 4), 64, 2), (Tile(8, 16, 4, 2), 128, 33), (Tile(16, 16, 1, 5), 77, 76)]
+MERGED_32 += [(Tile(4, 32, 4, 4), 512, 16), (Tile(4, 32, 4, 4), 512, 64), (Tile(4, 32, 4, 4), 512, 512)]
+MERGED_32 += [(Tile(8, 16, 4, 8), 500, 200), (Tile(4, 32, 4, 8), 1021, 1000), (Tile(16, 8, 4, 8), 256, 8)]
+MERGED_32 += [(Tile(16, 8, 4, 4), 128, 4), (Tile(16, 16, 1, 5), 77, 1)]
 
 
 @pytest.mark.parametrize(
