@@ -181,24 +181,17 @@ def test_plan(k, dtype, masking, plans):
         assert plan is not None and (plan.ctas, plan.warpgroups, plan.in_registers) == chosen
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "k", "in_order", "has_lengths", "kernel"),
-    first(
-        2,
-        [
-            (64, 8192, 1, True, True, "top_k_select"),
-            (64, 131072, 128, False, False, "top_k"),
-            (64, 32768, 2048, False, False, "top_k_select"),
-            (64, 32768, 2048, True, False, "top_k_select"),
-            (64, 131072, 2048, True, False, "top_k_select"),
-            (64, 8192, 4096, True, False, "top_k_select"),
-            (64, 32768, 2048, True, True, "top_k_select"),
-            (1, 131072, 2048, True, True, "top_k_select"),
-            (64, MIN_VOCAB_OF_LENGTHS, 5, False, True, "top_k_select"),
-            (64, MIN_VOCAB_OF_LENGTHS - 1, 5, False, True, "top_k"),
-        ],
-    ),
-)
+# rows, V, k, whether sorted and with lengths, and the kernel
+CHOICES = [(64, 8192, 1, True, True, "top_k_select"), (64, 131072, 128, False, False, "top_k")]
+CHOICES += [
+    (64, v, 2048, in_order, False, "top_k_select") for v, in_order in [(32768, False), (32768, True), (131072, True)]
+]
+CHOICES += [(64, 8192, 4096, True, False, "top_k_select"), (64, 32768, 2048, True, True, "top_k_select")]
+CHOICES += [(1, 131072, 2048, True, True, "top_k_select"), (64, MIN_VOCAB_OF_LENGTHS, 5, False, True, "top_k_select")]
+CHOICES += [(64, MIN_VOCAB_OF_LENGTHS - 1, 5, False, True, "top_k")]
+
+
+@pytest.mark.parametrize(("rows", "v", "k", "in_order", "has_lengths", "kernel"), first(2, CHOICES))
 def test_choice(rows, v, k, in_order, has_lengths, kernel):
     """Many winners are selected, and with lengths any number in rows that are not short. XLA is no better choice."""
 
