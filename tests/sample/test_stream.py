@@ -129,18 +129,14 @@ def test_chosen_plans(shape):
     assert (3 if plan.ctas <= 2 else 2) * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
 
 
+CALLS = [(64, 1000, {}, "draw_rows"), (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows")]
+CALLS += [(64, 1000, {"top_k": 5}, "sample_rows"), (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows")]
+CALLS += [(1, 128256, {}, "draw_rows")]
+
+
 @pytest.mark.parametrize(
     ("rows", "v", "given", "kernel"),
-    first(
-        2,
-        [
-            (64, 1000, {}, "draw_rows"),
-            (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows"),
-            (64, 1000, {"top_k": 5}, "sample_rows"),
-            (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows"),
-            (1, 128256, {}, "draw_rows"),
-        ],
-    ),
+    first(2, CALLS),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_chosen(monkeypatch, rows, v, given, kernel):

@@ -86,20 +86,13 @@ READ_STRIPS = [(Strips(1000, 8, 4, 1, 128, 3), F32, EVEN), (Strips(1024, 8, 4, 1
 # (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and segments that are not
 # aligned to 16 bytes; segments that overlap, or are all the same; single rows, or rows that together fill a multiple of
 # 16 bytes.
-PARTS = [
-    (Parts(1003, 4, 2, 1, True), F32, FEW),
-    (Parts(1003, 8, 1, 2, False), BF16, FEW),
-    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]),
-    (Parts(1000, 4, 2, 3, False), F32, FEW),
-    (Parts(1024, 8, 1, 2, False), BF16, FEW),
-    (Parts(1024, 4, 2, 1, True), F32, ALL),
-    (Parts(5000, 8, 2, 1, True), BF16, FEW),
-    (Parts(1003, 4, 2, 1, True), F32, ALL),
-    (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
-    # several segments of a CTA: they fill blocks, or overlap in their last block
-    (Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW),
-    (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW),
-]
+PARTS = [(Parts(1003, 4, 2, 1, True), F32, FEW), (Parts(1003, 8, 1, 2, False), BF16, FEW)]
+PARTS += [(Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]), (Parts(1000, 4, 2, 3, False), F32, FEW)]
+PARTS += [(Parts(1024, 8, 1, 2, False), BF16, FEW), (Parts(1024, 4, 2, 1, True), F32, ALL)]
+PARTS += [(Parts(5000, 8, 2, 1, True), BF16, FEW), (Parts(1003, 4, 2, 1, True), F32, ALL)]
+PARTS += [(Parts(1002, 4, 1, 2, False), F32, FEW[:4])]
+# several segments of a CTA: they fill blocks, or overlap in their last block
+PARTS += [(Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW), (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW)]
 # Rows in turns: slots for one row, for more than one, and for all. Their slots are freed while elements are written, so
 # only operations that write elements have turns.
 IN_TURNS = [

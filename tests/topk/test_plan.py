@@ -78,7 +78,7 @@ def test_plans_of_the_gradient(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
-# Of (V, k): lanes of a row, elements per lane, length of a lane's list
+# The lanes of a row, elements per lane, and length of a lane's list for (V, k)
 LANES = [
     ("float32", {(64, 6): (4, 16, 7), (384, 8): (16, 24, 5), (512, 64): (16, 32, 14), (1024, 64): (32, 32, 10)}),
     ("float32", {(256, 100): (8, 32, 28)}),

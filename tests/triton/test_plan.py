@@ -19,7 +19,7 @@ PLANS = [
     ("softmax_grad", "float32", {(1, 1000003): (245, 2), (10, 1000000): (21, 2)}),
     ("softmax_grad", "bfloat16", {(4000, 1000): 1, (4000, 25000): (1, 1)}),
 ]
-# Of (rows, V, k): launches that merge the parts of a row; 0 if a row is one part
+# The launches that merge the parts of a row for (rows, V, k); 0 if a row is one part
 TOPK_PLANS = [
     ("float32", {(4000, 1, 1): 0, (4000, 25000, 5): 0, (4000, 25000, 256): 0, (4000, 50257, 64): 0}),
     ("float32", {(4000, 128256, 64): 0, (4000, 128256, 256): 1, (1, 128256, 5): 1, (1, 3_000_000, 256): 2}),
