@@ -41,8 +41,11 @@ SIZES = [(64, 6), (8, 2), (8, 3), (256, 8), (1024, 64), (24, 9), (1040, 5)]
 def test_against_the_oracle(name, size, dtype):
     (experts, k), gate = size, GATES[name]
     x, bias = routing.rows(experts, dtype, 20)
-    got, _ = routing.check(jax.jit(routing.results_and_gradient(k, gate, None)), x, k, gate, bias)
+    got, dx = routing.check(jax.jit(routing.results_and_gradient(k, gate, None)), x, k, gate, bias)
     assert got.weights.dtype == got.logsumexp.dtype == F32
+    if name == "softmax":  # weights and gradients of a row with NaN or +inf, or of -inf only, are NaN
+        bad = np.isnan(got.weights).all(-1)
+        assert bad.sum() == 4 and np.isnan(dx[bad]).all()
 
 
 @each_gate
@@ -93,18 +96,6 @@ def test_equal_experts_are_in_order(name):
     np.testing.assert_array_equal(got.indices, [np.arange(8)] * 2)
 
 
-@pytest.mark.slow
-def test_the_bias_steers_and_does_not_weigh():
-    """A group with two good experts comes before a group with one better expert."""
-    x = np.array([[0, 0, 3, -9, 0, 0, 2, 2]], F32)
-    got = ps.route(x, 2, score="sigmoid", groups=4, top_groups=1)
-    np.testing.assert_array_equal(got.indices, [[6, 7]])
-    bias = np.array([0, 0, 0, 0, 5, 0, 0, 0], F32)
-    got = ps.route(x, 2, score="sigmoid", bias=bias)
-    np.testing.assert_array_equal(got.indices, [[4, 2]])
-    np.testing.assert_allclose(got.weights, routing.sigmoid([[0, 3]]), rtol=1e-6)
-
-
 @pytest.mark.parametrize(("group_best", "expert"), first(2, [(1, 2), (3, 4), (2, 8), (None, 8)]))
 def test_group_best(group_best, expert):
     """One good expert, or three, or two: each counts another number of a group's best experts."""
@@ -142,20 +133,6 @@ def test_scale_zero(name):
     f = jax.jit(lambda x: route(x, 2, GATES[name]._replace(scale=0.0), bias_of(16)).weights)
     np.testing.assert_array_equal(jax.jvp(f, (LINE,), (LINE,)), np.zeros((2, 2)))
     np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(LINE), np.zeros(16))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf], ids=["nan", "negative nan", "inf"])
-def test_softmax_of_rows_with_nan_or_inf(bad):
-    """Weights and gradients are NaN in this row only; the choice is the choice of top_k."""
-    x = cases.rows(["normal", "integers"], 16)
-    x[0, 5] = bad
-    f = lambda x: route(x, 3, GATES["softmax"])  # noqa: E731
-    got, dx = f(x), jax.grad(lambda x: jnp.sum(f(x).weights[:, 0]))(x)
-    np.testing.assert_array_equal(got.indices, oracle.topk_indices(x, 3))
-    assert np.isnan(got.weights[0]).all() and np.isnan(dx[0]).all()
-    assert np.isfinite(got.weights[1]).all() and np.isfinite(dx[1]).all()
-    np.testing.assert_array_equal(got.logsumexp[0], np.inf if bad == np.inf else np.nan)
 
 
 @pytest.mark.slow

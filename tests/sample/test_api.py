@@ -212,15 +212,20 @@ def test_tokens_of_categorical(impl, mode, dtype, filtered, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["jax_threefry_partitionable", "jax_high_dynamic_range_gumbel"])
 def test_settings_of_noise(setting):
+    """A program that was compiled before a setting changed is not used after."""
     x = cases.rows(["normal", "peaked"], 301)
-    before = getattr(jax.config, setting)
+    drafts = jax.random.split(KEY, 100), np.zeros((100, 1), int), np.broadcast_to(x[0, :5], (100, 2, 5))
+    before, drawn, verified = getattr(jax.config, setting), assert_categorical(KEY, x, top_k=200), ps.verify(*drafts)
     try:
         jax.config.update(setting, not before)
-        other = assert_categorical(KEY, x, top_k=200)
+        assert np.any(assert_categorical(KEY, x, top_k=200).indices != drawn.indices)
         assert_categorical(jax.random.split(KEY, 2), x)
+        tokens, again = (f(*drafts).tokens for f in (ps.verify, jax.jit(ps.verify.__wrapped__)))
+        assert np.any(tokens != verified.tokens)
+        np.testing.assert_array_equal(tokens, again)
     finally:
         jax.config.update(setting, before)
-    assert np.any(other.indices != assert_categorical(KEY, x, top_k=200).indices)
+    assert_equal(assert_categorical(KEY, x, top_k=200), drawn)
 
 
 @pytest.mark.slow

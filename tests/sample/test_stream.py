@@ -53,28 +53,12 @@ def assert_all_right(names, v, dtype, ctas, step, stride=1, rng=None):
         assert_draws(got, x[one], words[one], labels[one], [a[one] for a in parameters], stride=stride)
 
 
-@pytest.mark.parametrize(
-    ("v", "dtype", "ctas", "stride", "step"),
-    first(
-        2,
-        [
-            (1003, F32, 1, 1, 61),
-            (4104, BF16, 2, 1, 97),
-            (1003, F32, 1, 1, 31),
-            (4099, BF16, 2, 1, 47),
-            (1, F16, 1, 3, 31),
-            (2, BF16, 1, 1, 7),
-            (127, F32, 1, 1, 7),
-            (128, F16, 1, 5, 7),
-            (129, BF16, 1, 1, 7),
-            (9000, F32, 4, 1, 7),
-            (4099, F16, 1, 10**6, 11),
-            (9001, F32, 1, 10**6, 11),
-            (20_000, BF16, 1, 1, 23),
-        ],
-    ),
-    ids=str,
-)
+CASES = [(1003, F32, 1, 1, 61), (4104, BF16, 2, 1, 97), (1003, F32, 1, 1, 31), (4099, BF16, 2, 1, 47)]
+CASES += [(1, F16, 1, 3, 31), (2, BF16, 1, 1, 7), (127, F32, 1, 1, 7), (128, F16, 1, 5, 7), (129, BF16, 1, 1, 7)]
+CASES += [(9000, F32, 4, 1, 7), (4099, F16, 1, 10**6, 11), (9001, F32, 1, 10**6, 11), (20_000, BF16, 1, 1, 23)]
+
+
+@pytest.mark.parametrize(("v", "dtype", "ctas", "stride", "step"), first(2, CASES), ids=str)
 def test_ptx(v, dtype, ctas, stride, step):
     """Every kind of row, and every temperature. With a long stride, a row crosses several multiples of 2^32."""
     assert_all_right(ALL, v, dtype, ctas, step, stride)
@@ -132,39 +116,27 @@ def test_plans(dtype, capability):
             assert 4 * plan.words <= SMEM_BYTES[capability[0]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "ctas", "warpgroups"),
-    [
-        (1024, 151936, 1, 2),
-        (512, 128256, 2, 2),
-        (256, 128256, 1, 2),
-        (180, 151936, 2, 2),
-        (64, 128256, 4, 2),
-        (8, 128256, 16, 2),
-        (64, 8192, 2, 2),
-        (20_000, 4096, 1, 1),
-    ],
-    ids=str,
-)
-def test_chosen_plans(rows, v, ctas, warpgroups):
+# (rows, V): CTAs of a row, warpgroups
+PLANS = {(1024, 151936): (1, 2), (512, 128256): (2, 2), (256, 128256): (1, 2), (180, 151936): (2, 2)}
+PLANS |= {(64, 128256): (4, 2), (8, 128256): (16, 2), (64, 8192): (2, 2), (20_000, 4096): (1, 1)}
+
+
+@pytest.mark.parametrize("shape", PLANS, ids=str)
+def test_chosen_plans(shape):
     """Few rows have clusters, many have one CTA each. Three CTAs share a multiprocessor, or two in larger clusters."""
-    plan = plan_stream(rows, v, F32, HOPPER)
-    assert (plan.ctas, plan.warpgroups) == (ctas, warpgroups)
-    assert (3 if ctas <= 2 else 2) * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
+    plan = plan_stream(*shape, F32, HOPPER)
+    assert (plan.ctas, plan.warpgroups) == PLANS[shape]
+    assert (3 if plan.ctas <= 2 else 2) * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
+
+
+CALLS = [(64, 1000, {}, "draw_rows"), (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows")]
+CALLS += [(64, 1000, {"top_k": 5}, "sample_rows"), (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows")]
+CALLS += [(1, 128256, {}, "draw_rows")]
 
 
 @pytest.mark.parametrize(
     ("rows", "v", "given", "kernel"),
-    first(
-        2,
-        [
-            (64, 1000, {}, "draw_rows"),
-            (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows"),
-            (64, 1000, {"top_k": 5}, "sample_rows"),
-            (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows"),
-            (1, 128256, {}, "draw_rows"),
-        ],
-    ),
+    first(2, CALLS),
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_chosen(monkeypatch, rows, v, given, kernel):

@@ -12,7 +12,7 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax.plan import Parts
 from tests.softmax import kernels
 from tests.softmax.kernels import IN_TURNS, PARTS, READ_AGAIN
-from tests.support import bounds, cases, oracle, plans
+from tests.support import bounds, cases, oracle
 from tests.support.calls import DTYPES
 from tests.support.cases import ALL, BF16, F16, F32, FEW
 from tests.support.covering import first, pairs, parameter_id
@@ -58,25 +58,11 @@ def test_rows_interpreted(name, rows):
     kernels.assert_softmax(name, cases.rows(names, plan.vocab, dtype), names, plan=plan)
 
 
-def test_parts_cover_every_kind():
-    """Parts that are aligned to 16 bytes or not; views with one dimension and with two; parts that overlap."""
-    found = {(*plans.views([(len(names), plan)]), plan.has_edges) for plan, _, names in PARTS}
-    assert found == {(2, False), (2, True), (1, True)}
-    assert any(plan.length * plan.count > plan.vocab for plan, *_ in PARTS)
-
-
 # (plan, pattern). Every broadcast for short rows; for long rows mostly broadcasts that differ along the row.
-MASKED_KINDS = [
-    (None, "bhqv"),
-    (Parts(1003, 4, 2, 2, False), "b11v"),
-    (Parts(1024, 4, 2, 1, True), "1hqv"),
-    (None, "1h11"),
-    (Parts(1003, 4, 2, 1, True), "bhqv"),
-    (None, "b11v"),
-    *((None, pattern) for pattern in ("111v", "bhq1", "b1q1", "1hqv", "1111")),
-    (Parts(1003, 4, 2, 2, False), "bhq1"),
-    (Parts(1024, 4, 2, 1, True), "1h11"),
-]
+MASKED_KINDS = [(None, "bhqv"), (Parts(1003, 4, 2, 2, False), "b11v"), (Parts(1024, 4, 2, 1, True), "1hqv")]
+MASKED_KINDS += [(None, "1h11"), (Parts(1003, 4, 2, 1, True), "bhqv"), (None, "b11v")]
+MASKED_KINDS += [(None, pattern) for pattern in ("111v", "bhq1", "b1q1", "1hqv", "1111")]
+MASKED_KINDS += [(Parts(1003, 4, 2, 2, False), "bhq1"), (Parts(1024, 4, 2, 1, True), "1h11")]
 WHERE = pairs(MASKED_KINDS, ["log_softmax", "logsumexp", "softmax", "log_softmax_grad"])
 WHERE += [((Parts(1003, 4, 1, 1, True, teams=4, slots=3), "bhqv"), "softmax")]
 
@@ -134,20 +120,6 @@ def test_special_cotangents_interpreted(plan, name):
     bounds.assert_operation(name, kernels.softmax_rows(name, arrays, plan=plan), arrays, names)
 
 
-def kernels_of(op, rows, v, dtype, plan=None, mask=None):
-    """Returns the names of the lowered kernels of an operation, and the names that it should have."""
-    arrays = [array(rows, v, dtype=dtype)] * (2 if op in oracle.BACKWARD else 1)
-
-    def f(arrays, where):
-        return kernels.softmax_results(op, arrays, where, (1,), plan, interpret=None)
-
-    names = kernel_names(lowered(f, arrays, mask_of(mask, rows, v)))
-    kernel = op if op in oracle.BACKWARD else f"{op}_forward"
-    if not isinstance(plan, Parts) or plan.cluster:
-        return names, [kernel]
-    return names, [f"{kernel}_reduce"] if op == "logsumexp" else [f"{kernel}_reduce", kernel]
-
-
 # vectors of one element, and of eight; rows over a whole CTA
 SHORT_ROWS = (15, 512, 1003, 1, 3, 7, 8, 31, 127, 5000)
 # name: (V, CTAs of a row, whether they are a cluster)
@@ -161,6 +133,12 @@ KINDS_OF_LONG_ROWS = {
     "two launches": (1048576, 256, False),
     "two launches, unaligned": (1000003, 256, False),
 }
+# the same, and arguments of rows in turns. Slots for more than one row, and for less than one.
+TURNS = {f"{slots} slots": (50257, 4, True, {"teams": 3, "slots": slots}) for slots in (9, 5)}
+OPS_IN_TURNS = [("softmax", 9, None), ("log_softmax_grad", 9, None), ("softmax", 9, "full"), ("softmax", 5, None)]
+OPS_IN_TURNS += [("softmax_grad", 5, None)]
+LOWERED = pairs(oracle.OPERATIONS[::-1], [15, *KINDS_OF_LONG_ROWS, *SHORT_ROWS[1:]], DTYPES, [*MASKS, None])
+LOWERED += [(op, f"{slots} slots", "float32", mask) for op, slots, mask in OPS_IN_TURNS]
 
 
 def test_short_rows_cover_every_number_of_lanes():
@@ -168,29 +146,22 @@ def test_short_rows_cover_every_number_of_lanes():
     assert lanes == {2, 4, 8, 16, 32, 128}
 
 
-@pytest.mark.parametrize(
-    ("op", "kind", "dtype", "mask"),
-    first(2, pairs(oracle.OPERATIONS[::-1], [15, *KINDS_OF_LONG_ROWS, *SHORT_ROWS[1:]], DTYPES, [*MASKS, None])),
-)
+@pytest.mark.parametrize(("op", "kind", "dtype", "mask"), first(2, LOWERED))
 def test_lowered_kernels(op, kind, dtype, mask):
-    rows, plan = 8 if dtype == "bfloat16" else 5, None
-    if kind in KINDS_OF_LONG_ROWS:
-        v, count, cluster = KINDS_OF_LONG_ROWS[kind]
-        plan = Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster)
-    names, want = kernels_of(op, rows, plan.vocab if plan else kind, dtype, plan, mask)
-    assert names == want
+    rows, v, plan = 8 if dtype == "bfloat16" else 5, kind, None
+    if isinstance(kind, str):
+        v, count, cluster, *turns = (KINDS_OF_LONG_ROWS | TURNS)[kind]
+        plan = Parts(v, 16 // jnp.dtype(dtype).itemsize, 4, count, cluster, **dict(*turns))
+    arrays = [array(rows, v, dtype=dtype)] * (2 if op in oracle.BACKWARD else 1)
 
+    def f(arrays, where):
+        return kernels.softmax_results(op, arrays, where, (1,), plan, interpret=None)
 
-TURNS = [("softmax", 9, None), ("log_softmax_grad", 9, None), ("softmax", 9, "full"), ("softmax", 5, None)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "slots", "mask"), [*TURNS, ("softmax_grad", 5, None)])
-def test_lowered_rows_in_turns(op, slots, mask):
-    """Slots for more than one row, and for less than one."""
-    plan = Parts(50257, 4, 4, 4, True, teams=3, slots=slots)
-    names, want = kernels_of(op, 5, 50257, "float32", plan, mask)
-    assert names == want
+    kernel = op if op in oracle.BACKWARD else f"{op}_forward"
+    names = [kernel]
+    if plan is not None and not plan.cluster:
+        names = [f"{kernel}_reduce"] if op == "logsumexp" else [f"{kernel}_reduce", kernel]
+    assert kernel_names(lowered(f, arrays, mask_of(mask, rows, v))) == names
 
 
 @pytest.mark.parametrize(("op", "call", "v"), first(1, pairs(oracle.FORWARD, {"grad": 0} | CALLS, [100, 20011])))

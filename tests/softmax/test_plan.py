@@ -14,61 +14,55 @@ from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# The documented shapes on Hopper: "tile" for rows in registers, or (CTAs of a row, launches).
-PLANS = {
-    ("softmax", 1, 1, "float32"): "tile",
-    ("softmax", 4000, 1000, "float32"): "tile",
-    ("softmax_grad", 4000, 5000, "bfloat16"): "tile",
-    ("softmax", 4096, 10000, "bfloat16"): "tile",
+# The plans of shapes (rows, V) on Hopper: "tile" for rows in registers, or (CTAs of a row, launches)
+PLANS = [
+    ("softmax", "float32", {(1, 1): "tile", (4000, 1000): "tile", (16, 10240): "tile", (16, 12288): "tile"}),
+    ("softmax", "bfloat16", {(4096, 10000): "tile"}),
+    ("softmax_grad", "bfloat16", {(4000, 5000): "tile"}),
     # On both sides of each threshold for rows in registers
-    ("softmax", 4000, 12288, "float32"): "tile",
-    ("softmax", 4000, 12292, "float32"): (1, 1),
-    ("softmax_grad", 4000, 6144, "float32"): "tile",
-    ("softmax_grad", 4000, 6148, "float32"): (1, 1),
-    ("softmax", 16, 10240, "float32"): "tile",
-    ("softmax", 16, 12288, "float32"): "tile",
-    ("softmax", 4000, 5119, "bfloat16"): "tile",
-    ("softmax", 4000, 5121, "bfloat16"): (1, 1),
-    ("softmax", 4000, 25000, "float32"): (2, 1),
-    ("softmax", 4096, 50257, "bfloat16"): (4, 1),
-    ("softmax", 10, 16128, "float32"): (8, 1),
-    ("softmax", 1, 50257, "float32"): (8, 1),
-    ("softmax", 10, 100000, "float32"): (16, 1),
-    ("softmax", 16, 200000, "float32"): (16, 1),
-    ("softmax", 16, 400000, "float32"): (16, 1),
-    ("softmax_grad", 16, 200000, "float32"): (16, 1),
-    ("softmax", 10, 49600, "float32"): (8, 1),
-    ("softmax", 1, 90000, "float32"): (16, 1),
-    ("softmax", 1, 100004, "float32"): (16, 1),
-    ("softmax_grad", 1, 128256, "bfloat16"): (16, 1),
-    ("softmax_grad", 1, 200000, "bfloat16"): (16, 1),
-    ("logsumexp", 1, 200000, "float32"): (16, 1),
-    ("logsumexp", 1, 1000000, "float32"): (256, 2),
-    ("softmax", 512, 128256, "bfloat16"): (8, 1),
-    ("log_softmax", 512, 151936, "bfloat16"): (8, 1),
-    ("logsumexp", 4000, 25000, "float32"): (2, 1),
-    ("logsumexp", 1024, 128256, "float32"): (8, 1),
-    ("logsumexp", 1024, 17000, "bfloat16"): (1, 1),
-    ("logsumexp", 4000, 25000, "bfloat16"): (2, 1),
-    ("logsumexp", 4000, 50257, "bfloat16"): (2, 1),
-    ("logsumexp", 64, 128256, "bfloat16"): (4, 1),
-    ("logsumexp", 4096, 262144, "bfloat16"): (16, 1),
-    ("token_stats", 4000, 25000, "bfloat16"): (1, 1),
-    ("token_stats", 500, 25000, "bfloat16"): (2, 1),
-    ("token_stats", 4000, 50257, "bfloat16"): (2, 1),
-    ("token_stats", 4096, 128256, "bfloat16"): (4, 1),
-    ("token_stats", 1024, 262144, "bfloat16"): (8, 1),
-    ("token_stats", 1024, 262144, "float32"): (16, 1),
-    ("softmax_grad", 1024, 262144, "float32"): (256, 2),
-    ("softmax", 1, 1000003, "float32"): (256, 2),
-}
+    ("softmax", "float32", {(4000, 12288): "tile", (4000, 12292): (1, 1)}),
+    ("softmax", "bfloat16", {(4000, 5119): "tile", (4000, 5121): (1, 1)}),
+    ("softmax_grad", "float32", {(4000, 6144): "tile", (4000, 6148): (1, 1)}),
+    ("softmax", "float32", {(4000, 25000): (2, 1), (10, 16128): (8, 1), (1, 50257): (8, 1), (10, 49600): (8, 1)}),
+    ("softmax", "float32", {(1, 90000): (16, 1), (1, 100004): (16, 1), (10, 100000): (16, 1), (16, 200000): (16, 1)}),
+    ("softmax", "float32", {(16, 400000): (16, 1), (1, 1000003): (256, 2)}),
+    ("softmax", "bfloat16", {(4096, 50257): (4, 1), (512, 128256): (8, 1)}),
+    ("log_softmax", "bfloat16", {(512, 151936): (8, 1)}),
+    ("softmax_grad", "float32", {(16, 200000): (16, 1), (1024, 262144): (256, 2)}),
+    ("softmax_grad", "bfloat16", {(1, 128256): (16, 1), (1, 200000): (16, 1)}),
+    ("logsumexp", "float32", {(4000, 25000): (2, 1), (1024, 128256): (8, 1), (1, 200000): (16, 1)}),
+    ("logsumexp", "float32", {(1, 1000000): (256, 2)}),
+    ("logsumexp", "bfloat16", {(1024, 17000): (1, 1), (4000, 25000): (2, 1), (4000, 50257): (2, 1)}),
+    ("logsumexp", "bfloat16", {(64, 128256): (4, 1), (4096, 262144): (16, 1)}),
+    ("token_stats", "float32", {(1024, 262144): (16, 1)}),
+    ("token_stats", "bfloat16", {(4000, 25000): (1, 1), (500, 25000): (2, 1), (4000, 50257): (2, 1)}),
+    ("token_stats", "bfloat16", {(4096, 128256): (4, 1), (1024, 262144): (8, 1)}),
+]
+# The (teams, slots) of rows in turns; None without turns. Rows take turns if one part fills a multiprocessor.
+TURNS = [
+    ("softmax", "float32", {(512, 500009): (70, 13), (15, 500009): (7, 13), (256, 1_000_000): (35, 13)}),
+    ("softmax", "float32", {(28, 1_000_000): (7, 13), (256, 2_000_000): (35, 13)}),
+    ("softmax", "float32", {(30, 1_400_000): None, (256, 5_000_000): None, (1024, 262144): None}),
+    ("log_softmax", "bfloat16", {(40, 1000000): (7, 13)}),
+    ("softmax_grad", "float32", {(512, 500009): (70, 13), (256, 1_000_000): (35, 13)}),
+    ("softmax_grad", "float32", {(28, 1_000_000): None, (1024, 262144): None}),
+    ("log_softmax_grad", "float32", {(28, 500009): (7, 13)}),
+    ("logsumexp", "float32", {(512, 500009): None}),
+]
 
 
-@pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_plan(shape):
-    plan = softmax_plan.plan_softmax(*shape, HOPPER)
-    got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
-    assert got == PLANS[shape]
+@pytest.mark.parametrize(("op", "dtype", "plans"), PLANS, ids=str)
+def test_plan(op, dtype, plans):
+    for shape, says in plans.items():
+        plan = softmax_plan.plan_softmax(op, *shape, dtype, HOPPER)
+        assert says == ("tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2))
+
+
+@pytest.mark.parametrize(("op", "dtype", "plans"), TURNS, ids=str)
+def test_turns(op, dtype, plans):
+    for shape, says in plans.items():
+        plan = softmax_plan.plan_softmax(op, *shape, dtype, HOPPER)
+        assert (plan.teams, plan.slots) == (says or (None, None))
 
 
 def test_steps_are_longer_for_reductions_and_the_longest_segments():
@@ -98,28 +92,6 @@ def test_rows_have_one_order_in_any_batch(op, dtype):
 def test_few_rows_have_a_cta_for_each_segment():
     plans = [softmax_plan.plan_softmax("softmax", rows, 32000, "float32", HOPPER) for rows in (1, 200, 4000)]
     assert [(plan.count, plan.per_cta) for plan in plans] == [(8, 1), (4, 2), (2, 4)]
-
-
-def test_rows_in_turns_if_one_part_fills_a_multiprocessor():
-    shapes = {
-        ("softmax", 512, 500009, "float32"): (70, 13),
-        ("log_softmax", 40, 1000000, "bfloat16"): (7, 13),
-        ("softmax", 15, 500009, "float32"): (7, 13),
-        ("softmax", 256, 1_000_000, "float32"): (35, 13),
-        ("softmax", 28, 1_000_000, "float32"): (7, 13),
-        ("softmax", 30, 1_400_000, "float32"): (None, None),
-        ("softmax", 256, 2_000_000, "float32"): (35, 13),
-        ("softmax", 256, 5_000_000, "float32"): (None, None),
-        ("softmax_grad", 512, 500009, "float32"): (70, 13),
-        ("log_softmax_grad", 28, 500009, "float32"): (7, 13),
-        ("softmax_grad", 28, 1_000_000, "float32"): (None, None),
-        ("softmax_grad", 256, 1_000_000, "float32"): (35, 13),
-        ("softmax", 1024, 262144, "float32"): (None, None),
-        ("softmax_grad", 1024, 262144, "float32"): (None, None),
-        ("logsumexp", 512, 500009, "float32"): (None, None),
-    }
-    plans = {shape: softmax_plan.plan_softmax(*shape, HOPPER) for shape in shapes}
-    assert {shape: (plan.teams, plan.slots) for shape, plan in plans.items()} == shapes
 
 
 def test_the_mask_of_a_part_is_loaded_ahead_into_few_registers():

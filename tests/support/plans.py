@@ -1,7 +1,6 @@
-"""The GPUs that plans are made for, what every tile of mosaic_gpu must satisfy, and what tells plans apart."""
+"""The GPUs that plans are made for, and what every tile of mosaic_gpu must satisfy."""
 
 from pallas_softmax._src.gpu import hardware
-from pallas_softmax._src.gpu.layout import aligned_view
 
 HOPPER = (9, 0)
 CAPABILITIES = (HOPPER, (10, 0), (10, 3), (12, 0))
@@ -15,8 +14,3 @@ def check_tile(tile, vocab):
     assert tile.lanes in (2, 4, 8, 16, 32, hardware.WARPGROUP)
     assert tile.rows % (hardware.WARPGROUP // tile.lanes) == 0
     assert tile.rows * columns <= 12288
-
-
-def views(plans):
-    """Returns the set of numbers of dimensions of the views that bulk copies read, for each (rows, plan)."""
-    return {len(aligned_view(rows, plan.vocab, plan.vec)) for rows, plan in plans}

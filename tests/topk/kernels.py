@@ -140,18 +140,12 @@ def bunched(v):
 # (plan, dtype, k, rows). One part: several steps; groups smaller than a step; rows that are not aligned to 16 bytes,
 # single and several to a row of the view; whole blocks; a short rest. Several parts: merged by one launch, and by two
 # (1400 winners).
-WINDOWS = [
-    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]),
-    (Window(2007, 8, 2, 1), BF16, 300, FEW),
-    (Window(1003, 4, 1, 1, 2), F32, 5, FEW),
-    (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
-    (Window(1024, 4, 2, 2), F32, 64, FEW),
-    (Window(2007, 4, 1, 1), F32, 5, FEW),
-    (Window(1021, 4, 2, 1), F32, 128, ALL),
-    (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
-    (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
-    (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
-]
+WINDOWS = [(Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]), (Window(2007, 8, 2, 1), BF16, 300, FEW)]
+WINDOWS += [(Window(1003, 4, 1, 1, 2), F32, 5, FEW), (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"])]
+WINDOWS += [(Window(1024, 4, 2, 2), F32, 64, FEW), (Window(2007, 4, 1, 1), F32, 5, FEW)]
+WINDOWS += [(Window(1021, 4, 2, 1), F32, 128, ALL), (Window(1003, 8, 4, 4, 3), BF16, 128, FEW)]
+WINDOWS += [(Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"])]
+WINDOWS += [(Window(100, 4, 8, 1), F32, 100, FEW)]  # fewer groups than winners
 
 
 def crowded(v, k, dtype):

@@ -13,7 +13,7 @@ from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.topk import xla
 from pallas_softmax.online import Normalizer
-from tests.support import bounds, cases, oracle, plans
+from tests.support import bounds, cases, oracle
 from tests.support.calls import DTYPES, topk
 from tests.support.cases import BF16, F16, F32, FEW
 from tests.support.covering import first, first_values, pairs, parameter_id, slow
@@ -47,14 +47,9 @@ def test_rows_interpreted(plan, dtype, k, names, check):
 
 
 def test_windows_cover_every_kind():
-    """With and without full steps; rests of a step and more; views with one or two dimensions; merges of merges."""
-    steps = [(plan.full, plan.rest, plan.step_blocks) for plan, *_ in WINDOWS]
-    assert {full > 1 for full, *_ in steps} == {full > 0 for full, *_ in steps} == {True, False}
-    assert {rest > 0 for _, rest, _ in steps} == {True, False}
-    assert any(rest > step for _, rest, step in steps)
-    assert plans.views((len(names), plan) for plan, *_, names in WINDOWS) == {1, 2}
+    """Merges of merges, and rows that overflow the list. These run on a GPU only: the twins sort all elements."""
     assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
-    for plan, dtype, k in CROWDED:  # these run on a GPU only, because the twins sort all elements
+    for plan, dtype, k in CROWDED:
         keys = oracle.order_key(np.stack([*kernels.crowded(plan.vocab, k, dtype)[0].values()]).astype(dtype))
         reach = np.sum(keys >= -np.sort(-keys)[:, k - 1 : k], -1)  # elements that reach the k-th best
         assert (reach > topk_plan.candidate_capacity(k)).all()
@@ -276,14 +271,6 @@ def test_lowered_public_topk(call, v, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_lowered_values_of_8_bits(dtype):
-    """The kernel's values are float32, and rounded afterwards."""
-    text = lowered(lambda x: ps.fused_topk(x, 5, dtype=dtype, implementation="mosaic_gpu"), array(128, 16384))
-    assert len(kernel_results(text)) == 1
-
-
-@pytest.mark.slow
 def test_lowered_the_choice_under_vmap_is_for_all_rows():
     """XLA runs a single row of this length with this k, but a kernel runs three such rows."""
     f, row = functools.partial(ps.fused_topk, k=1025), array(65_600)
@@ -291,16 +278,28 @@ def test_lowered_the_choice_under_vmap_is_for_all_rows():
     assert kernel_names(lowered(jax.vmap(f), array(3, *row.shape))) == ["softmax_topk", "topk_merge"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("axes", "shape"), [((0, 0), (3,)), ((0, None), ()), ((0, 0), (3, 128))], ids=str)
-def test_lowered_vmap_with_temperatures(axes, shape):
-    """One kernel runs all rows; its results are the winners, m and d."""
-    f = jax.vmap(lambda x, t: topk(x, temperature=t), axes)
-    types = ["384x5xf32", "384x5xi32", "384xf32", "384xf32"]
-    assert kernel_results(lowered(f, array(3, 128, 16384), array(*shape))) == [types]
+def tempered(x, t):
+    return topk(x, temperature=t)
+
+
+# Calls of 384 rows
+ONE_KERNEL = {
+    **{
+        dtype: (functools.partial(topk, dtype=dtype, implementation="mosaic_gpu"), array(384, 16384))
+        for dtype in ("float8_e4m3fn", "float8_e5m2")
+    },
+    "vmap with temperatures": (jax.vmap(tempered), array(3, 128, 16384), array(3)),
+    "vmap with one temperature": (jax.vmap(tempered, (0, None)), array(3, 128, 16384), array()),
+    "vmap with temperatures of rows": (jax.vmap(tempered), array(3, 128, 16384), array(3, 128)),
+    "gradient": (jax.grad(lambda t, x: jnp.sum(tempered(x, t).values)), array(384), array(384, 16384)),
+}
 
 
 @pytest.mark.slow
-def test_lowered_grad_of_temperature():
-    f = jax.grad(lambda t, x: jnp.sum(topk(x, temperature=t).values))
-    assert kernel_names(lowered(f, array(128), array(128, 16384))) == ["softmax_topk"]
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_lowered_as_one_kernel(name):
+    """Its results are the winners, m and d. Its values are float32, and rounded to 8 bits afterwards."""
+    f, *arrays = ONE_KERNEL[name]
+    text = lowered(f, *arrays)
+    assert kernel_names(text) == ["softmax_topk"]
+    assert kernel_results(text) == [["384x5xf32", "384x5xi32", "384xf32", "384xf32"]]

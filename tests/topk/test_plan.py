@@ -12,66 +12,43 @@ from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.calls import DTYPES, FREE, lengths
 from tests.support.plans import CAPABILITIES, HOPPER, check_tile
 
-# (V, k, dtype): the number of parts of a row, "compact" for one part, or "tile" for rows in registers.
-PLANS = {
-    (1, 1, "float32"): "tile",
-    (100, 5, "float32"): "tile",
-    (512, 1, "float32"): "tile",
-    (1024, 8, "bfloat16"): "tile",
-    (128, 128, "float32"): "tile",
-    (512, 512, "float32"): "tile",
-    (516, 256, "float32"): "tile",
-    (1024, 1024, "float32"): "tile",
-    (1024, 1024, "bfloat16"): "tile",
-    (2048, 2048, "bfloat16"): "tile",
-    (1028, 1, "float32"): 1,  # too many elements for the lanes of a warp
-    (2056, 1, "bfloat16"): 1,
-    (1025, 1, "bfloat16"): 1,  # its lanes load one element at a time
-    (2052, 1, "float32"): 1,
-    (8000, 1, "float32"): 1,
-    (25000, 5, "float32"): 1,
-    (25000, 128, "bfloat16"): 1,
-    (20000, 5, "float32"): 1,
-    (50257, 5, "bfloat16"): 4,
-    (262144, 5, "float32"): 16,
-    (50257, 64, "bfloat16"): 2,
-    (50257, 64, "float32"): 3,
-    (128256, 64, "float32"): 8,
-    (33333, 128, "float32"): 2,  # many winners need longer parts, because each part is searched
-    (50257, 65, "float32"): 1,  # or the whole row if it fills a multiprocessor
-    (50257, 256, "float32"): 1,
-    (40000, 128, "float32"): 1,
-    (39999, 128, "float32"): 2,
-    (60000, 128, "float32"): 3,  # a row that one CTA cannot hold
-    (100003, 128, "bfloat16"): 2,
-    (49152, 128, "bfloat16"): 1,
+# The plans of (V, k): the number of parts of a row, "compact" for one part, or "tile" for rows in registers.
+PLANS = [
+    ("float32", {(1, 1): "tile", (100, 5): "tile", (512, 1): "tile", (128, 128): "tile", (512, 512): "tile"}),
+    ("float32", {(516, 256): "tile", (1024, 1024): "tile"}),
+    ("bfloat16", {(1024, 8): "tile", (1024, 1024): "tile", (2048, 2048): "tile"}),
+    # too many elements for the lanes of a warp
+    ("float32", {(1028, 1): 1, (2052, 1): 1, (8000, 1): 1, (20000, 5): 1, (25000, 5): 1}),
+    ("bfloat16", {(2056, 1): 1, (25000, 128): 1}),
+    ("bfloat16", {(1025, 1): 1}),  # its lanes load one element at a time
+    # two rows do not fit into a multiprocessor
+    ("float32", {(262144, 5): 16, (50257, 64): 3, (128256, 64): 8}),
+    ("bfloat16", {(50257, 5): 4, (50257, 64): 2}),
+    # many winners need longer parts, because each part is searched, or the whole row if it fills a multiprocessor
+    ("float32", {(33333, 128): 2, (39999, 128): 2, (40000, 128): 1, (50257, 65): 1, (50257, 256): 1}),
+    ("float32", {(60000, 128): 3}),  # a row that one CTA cannot hold
+    ("bfloat16", {(49152, 128): 1, (100003, 128): 2}),
     # candidates listed by position let two CTAs share a multiprocessor
-    (25000, 256, "float32"): 1,
-    (25000, 512, "float32"): "compact",
-    (24576, 1024, "float32"): "compact",
-    (25000, 1024, "float32"): "compact",
-    (25000, 2048, "float32"): 1,  # there is no room
-    (18000, 2048, "float32"): "compact",
-    (12289, 512, "float32"): 1,
-    (50000, 512, "bfloat16"): 1,
-    (50257, 512, "float32"): 1,
-}
+    ("float32", {(24576, 1024): "compact", (25000, 512): "compact", (25000, 1024): "compact"}),
+    ("float32", {(18000, 2048): "compact", (25000, 2048): 1}),  # there is room, or none
+    ("float32", {(12289, 512): 1, (25000, 256): 1, (50257, 512): 1}),
+    ("bfloat16", {(50000, 512): 1}),
+]
 
 
-@pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_plan(shape):
-    """Rows are split if two of them do not fit into a multiprocessor."""
-    plan = topk_plan.plan_topk(*shape, HOPPER)
-    got = "tile" if isinstance(plan, Tile) else "compact" if plan.compact else plan.count
-    assert got == PLANS[shape]
+@pytest.mark.parametrize(("dtype", "plans"), PLANS, ids=str)
+def test_plan(dtype, plans):
+    for shape, says in plans.items():
+        plan = topk_plan.plan_topk(*shape, dtype, HOPPER)
+        assert says == ("tile" if isinstance(plan, Tile) else "compact" if plan.compact else plan.count)
 
 
 @pytest.mark.parametrize(
     ("vocab", "k", "dtype"),
     [
         (2_048, 512, "float32"),  # as many groups as winners
-        (4_096, 1000, "float32"),
         (25_000, 1024, "float32"),  # a compact window
+        (4_096, 1000, "float32"),
         (2_049, 300, "bfloat16"),
         (4_800, 2048, "bfloat16"),
         (16_000, 2048, "bfloat16"),
@@ -101,31 +78,26 @@ def test_plans_of_the_gradient(vocab, dtype):
     assert topk_plan.plan_topk_grad(1028, dtype) is None
 
 
-# (vocab, k, dtype): lanes of a row, elements per lane, length of a lane's list
-LANES = {
-    (64, 6, "float32"): (4, 16, 7),
-    (384, 8, "float32"): (16, 24, 5),
-    (512, 64, "float32"): (16, 32, 14),
-    (1024, 64, "float32"): (32, 32, 10),
-    (256, 100, "float32"): (8, 32, 28),
-    (512, 200, "float32"): (32, 16, 16),  # a lane would hold half as many winners as elements
-    (1000, 256, "bfloat16"): (16, 64, 32),
-    (1000, 257, "bfloat16"): (32, 32, 20),
-    (128, 64, "float32"): (8, 16, 16),  # all elements, because a lane often has more than 15 winners
-    (64, 2, "float32"): (4, 16, 3),  # one more than the winners
-    (384, 8, "bfloat16"): (8, 48, 6),
-    (2048, 5, "bfloat16"): (32, 64, 4),
-    (500, 8, "bfloat16"): (16, 32, 5),  # its lanes load 8 bytes at once
-    (128, 128, "float32"): (16, 8, 8),  # most are winners
-}
+# The lanes of a row, elements per lane, and length of a lane's list for (V, k)
+LANES = [
+    ("float32", {(64, 6): (4, 16, 7), (384, 8): (16, 24, 5), (512, 64): (16, 32, 14), (1024, 64): (32, 32, 10)}),
+    ("float32", {(256, 100): (8, 32, 28)}),
+    ("float32", {(64, 2): (4, 16, 3)}),  # one more than the winners
+    ("float32", {(128, 64): (8, 16, 16)}),  # all elements, because a lane often has more than 15 winners
+    ("float32", {(512, 200): (32, 16, 16)}),  # a lane would hold half as many winners as elements
+    ("float32", {(128, 128): (16, 8, 8)}),  # most are winners
+    ("bfloat16", {(384, 8): (8, 48, 6), (1000, 256): (16, 64, 32), (1000, 257): (32, 32, 20), (2048, 5): (32, 64, 4)}),
+    ("bfloat16", {(500, 8): (16, 32, 5)}),  # its lanes load 8 bytes at once
+]
 
 
-@pytest.mark.parametrize("case", LANES, ids=str)
-def test_lanes_and_lists(case):
-    tile = topk_plan.plan_topk(*case, HOPPER)
-    assert isinstance(tile, Tile)
-    length = layout.list_length(tile, case[1], jnp.dtype(case[2]).itemsize)
-    assert (tile.lanes, tile.steps * tile.vec, length) == LANES[case]
+@pytest.mark.parametrize(("dtype", "shapes"), LANES, ids=str)
+def test_lanes_and_lists(dtype, shapes):
+    for (vocab, k), says in shapes.items():
+        tile = topk_plan.plan_topk(vocab, k, dtype, HOPPER)
+        assert isinstance(tile, Tile)
+        length = layout.list_length(tile, k, jnp.dtype(dtype).itemsize)
+        assert (tile.lanes, tile.steps * tile.vec, length) == says
 
 
 def test_lanes_hold_few_elements_if_most_are_winners():

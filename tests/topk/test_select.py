@@ -157,54 +157,41 @@ def test_lowering(shape, masked):
     assert "stablehlo.sort" not in text
 
 
-# (rows, V, k, dtype, whether there are a mask and lengths): CTAs of a row, warpgroups, whether registers hold the row
-CHOSEN = {
-    (1, 131072, 2048, "float32"): (16, 4, False),
-    (8, 131072, 2048, "float32"): (8, 4, False),
-    (64, 32768, 2048, "float32"): (1, 4, False),
-    (64, 65536, 2048, "float32"): (2, 4, False),
-    (64, 1_048_576, 2048, "bfloat16"): (2, 4, False),
-    (100, 131072, 2048, "float32"): (1, 4, False),
-    (256, 131072, 2048, "float32"): (1, 2, False),
-    (256, 131072, 2048, "bfloat16"): (1, 2, False),
-    (4096, 8192, 2048, "bfloat16"): (1, 1, True),
-    (4096, 8192, 512, "bfloat16"): (1, 1, False),
-    (4096, 8192, 512, "bfloat16", False, True): (1, 1, True),
-    (4096, 8192, 512, "bfloat16", True, True): (1, 1, False),
-    (4096, 8192, 512, "float32"): (1, 2, True),
-    (4096, 8193, 512, "float32"): (1, 2, False),
-    (4096, 16384, 2048, "bfloat16"): (1, 2, False),
-    (4096, 16384, 512, "float32"): (1, 2, False),
-    (1024, 16384, 2048, "bfloat16", False, True): (1, 2, False),
-    (64, 16384, 64, "bfloat16"): (1, 4, True),
-    (1, 8192, 2048, "float32"): (1, 4, True),
-}
+# (k, dtype), whether there are a mask and lengths, and the plans of (rows, V): CTAs of a row, warpgroups, whether
+# registers hold the row
+CHOSEN = [
+    (2048, "float32", (), {(1, 8192): (1, 4, True), (1, 131072): (16, 4, False), (8, 131072): (8, 4, False)}),
+    (2048, "float32", (), {(64, 32768): (1, 4, False), (64, 65536): (2, 4, False)}),
+    (2048, "float32", (), {(100, 131072): (1, 4, False), (256, 131072): (1, 2, False)}),
+    (2048, "bfloat16", (), {(64, 1_048_576): (2, 4, False), (256, 131072): (1, 2, False)}),
+    (2048, "bfloat16", (), {(4096, 8192): (1, 1, True), (4096, 16384): (1, 2, False)}),
+    (2048, "bfloat16", (False, True), {(1024, 16384): (1, 2, False)}),
+    (512, "float32", (), {(4096, 8192): (1, 2, True), (4096, 8193): (1, 2, False), (4096, 16384): (1, 2, False)}),
+    (512, "bfloat16", (), {(4096, 8192): (1, 1, False)}),
+    (512, "bfloat16", (False, True), {(4096, 8192): (1, 1, True)}),
+    (512, "bfloat16", (True, True), {(4096, 8192): (1, 1, False)}),
+    (64, "bfloat16", (), {(64, 16384): (1, 4, True)}),
+]
 
 
-@pytest.mark.parametrize("call", CHOSEN, ids=str)
-def test_plan(call):
-    plan = plan_selection(*call[:4], HOPPER, *call[4:])
-    assert plan is not None and (plan.ctas, plan.warpgroups, plan.in_registers) == CHOSEN[call]
+@pytest.mark.parametrize(("k", "dtype", "masking", "plans"), CHOSEN, ids=str)
+def test_plan(k, dtype, masking, plans):
+    for shape, chosen in plans.items():
+        plan = plan_selection(*shape, k, dtype, HOPPER, *masking)
+        assert plan is not None and (plan.ctas, plan.warpgroups, plan.in_registers) == chosen
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "k", "in_order", "has_lengths", "kernel"),
-    first(
-        2,
-        [
-            (64, 8192, 1, True, True, "top_k_select"),
-            (64, 131072, 128, False, False, "top_k"),
-            (64, 32768, 2048, False, False, "top_k_select"),
-            (64, 32768, 2048, True, False, "top_k_select"),
-            (64, 131072, 2048, True, False, "top_k_select"),
-            (64, 8192, 4096, True, False, "top_k_select"),
-            (64, 32768, 2048, True, True, "top_k_select"),
-            (1, 131072, 2048, True, True, "top_k_select"),
-            (64, MIN_VOCAB_OF_LENGTHS, 5, False, True, "top_k_select"),
-            (64, MIN_VOCAB_OF_LENGTHS - 1, 5, False, True, "top_k"),
-        ],
-    ),
-)
+# rows, V, k, whether sorted and with lengths, and the kernel
+CHOICES = [(64, 8192, 1, True, True, "top_k_select"), (64, 131072, 128, False, False, "top_k")]
+CHOICES += [
+    (64, v, 2048, in_order, False, "top_k_select") for v, in_order in [(32768, False), (32768, True), (131072, True)]
+]
+CHOICES += [(64, 8192, 4096, True, False, "top_k_select"), (64, 32768, 2048, True, True, "top_k_select")]
+CHOICES += [(1, 131072, 2048, True, True, "top_k_select"), (64, MIN_VOCAB_OF_LENGTHS, 5, False, True, "top_k_select")]
+CHOICES += [(64, MIN_VOCAB_OF_LENGTHS - 1, 5, False, True, "top_k")]
+
+
+@pytest.mark.parametrize(("rows", "v", "k", "in_order", "has_lengths", "kernel"), first(2, CHOICES))
 def test_choice(rows, v, k, in_order, has_lengths, kernel):
     """Many winners are selected, and with lengths any number in rows that are not short. XLA is no better choice."""
 

@@ -149,19 +149,15 @@ def test_every_k_of_lax_top_k(k):
 
 
 @pytest.mark.parametrize(
-    ("operand", "k", "error"),
-    [
-        *((X, k, ValueError) for k in (-1, 21)),
-        *((X, k, TypeError) for k in (2.5, "2", None)),
-        (jnp.float32(1), 1, ValueError),
-        (X.astype("complex64"), 1, ValueError),
-        ([1.0, 2.0], 1, TypeError),
-    ],
+    ("operand", "k"),
+    [*((X, k) for k in (-1, 21, 2.5, "2", None)), (jnp.float32(1), 1), (X.astype("complex64"), 1), ([1.0, 2.0], 1)],
 )
-def test_errors_have_the_types_of_lax_top_k(operand, k, error):
+def test_errors_have_the_types_of_lax_top_k(operand, k):
     """dispatch/test_errors.py has the messages."""
-    for f in (lax.top_k, top_k, lambda *arguments: jax.eval_shape(lambda: top_k(*arguments))):
-        with pytest.raises(error):
+    with pytest.raises((TypeError, ValueError)) as error:
+        lax.top_k(operand, k)
+    for f in (top_k, lambda *arguments: jax.eval_shape(lambda: top_k(*arguments))):
+        with pytest.raises(error.type):
             f(operand, k)
 
 

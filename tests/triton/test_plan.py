@@ -10,34 +10,21 @@ from pallas_softmax._src.triton.plan import Block, Slabs
 from tests.support import oracle
 from tests.support.calls import DTYPES, FREE, lengths
 
-# (op, rows, V, dtype): rows per program, or (parts, launches)
-PLANS = {
-    ("softmax", 4000, 1, "float32"): 1024,
-    ("softmax", 4000, 500, "float32"): 2,
-    ("softmax", 4000, 1000, "float32"): 1,
-    ("softmax_grad", 4000, 1000, "bfloat16"): 1,
-    ("softmax", 1, 32768, "float32"): 1,
-    ("log_softmax", 4000, 28673, "float32"): (1, 1),
-    ("softmax_grad", 4000, 25000, "bfloat16"): (1, 1),
-    ("softmax", 4000, 32769, "float32"): (1, 1),
-    ("softmax", 65, 128256, "bfloat16"): (1, 1),
-    ("softmax", 64, 128256, "bfloat16"): (4, 2),
-    ("logsumexp", 1, 50257, "float32"): (13, 2),
-    ("softmax_grad", 1, 1000003, "float32"): (245, 2),
-    ("softmax_grad", 10, 1000000, "float32"): (21, 2),
-}
-# (rows, V, k, dtype): launches that merge the parts of a row; 0 if a row is one part
-TOPK_PLANS = {
-    (4000, 1, 1, "float32"): 0,
-    (4000, 25000, 5, "float32"): 0,
-    (4000, 25000, 256, "float32"): 0,
-    (4000, 50257, 64, "float32"): 0,
-    (4000, 128256, 64, "float32"): 0,
-    (4000, 128256, 256, "float32"): 1,
-    (1, 128256, 5, "float32"): 1,
-    (1, 128256, 64, "bfloat16"): 1,
-    (1, 3_000_000, 256, "float32"): 2,
-}
+# The plans of (rows, V): rows per program, or (parts, launches)
+PLANS = [
+    ("softmax", "float32", {(4000, 1): 1024, (4000, 500): 2, (4000, 1000): 1, (1, 32768): 1, (4000, 32769): (1, 1)}),
+    ("softmax", "bfloat16", {(64, 128256): (4, 2), (65, 128256): (1, 1)}),
+    ("log_softmax", "float32", {(4000, 28673): (1, 1)}),
+    ("logsumexp", "float32", {(1, 50257): (13, 2)}),
+    ("softmax_grad", "float32", {(1, 1000003): (245, 2), (10, 1000000): (21, 2)}),
+    ("softmax_grad", "bfloat16", {(4000, 1000): 1, (4000, 25000): (1, 1)}),
+]
+# The launches that merge the parts of a row for (rows, V, k); 0 if a row is one part
+TOPK_PLANS = [
+    ("float32", {(4000, 1, 1): 0, (4000, 25000, 5): 0, (4000, 25000, 256): 0, (4000, 50257, 64): 0}),
+    ("float32", {(4000, 128256, 64): 0, (4000, 128256, 256): 1, (1, 128256, 5): 1, (1, 3_000_000, 256): 2}),
+    ("bfloat16", {(1, 128256, 64): 1}),
+]
 
 
 def power_of_two(n):
@@ -56,16 +43,17 @@ def merges(plan):
     return counts
 
 
-@pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_plan(shape):
-    plan = triton_plan.plan_softmax(*shape)
-    got = plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1))
-    assert got == PLANS[shape]
+@pytest.mark.parametrize(("op", "dtype", "plans"), PLANS, ids=str)
+def test_plan(op, dtype, plans):
+    for shape, says in plans.items():
+        plan = triton_plan.plan_softmax(op, *shape, dtype)
+        assert says == (plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1)))
 
 
-@pytest.mark.parametrize("shape", TOPK_PLANS, ids=str)
-def test_topk_plan(shape):
-    assert len(merges(triton_plan.plan_topk(*shape))) == TOPK_PLANS[shape]
+@pytest.mark.parametrize(("dtype", "plans"), TOPK_PLANS, ids=str)
+def test_topk_plan(dtype, plans):
+    for shape, launches in plans.items():
+        assert len(merges(triton_plan.plan_topk(*shape, dtype))) == launches
 
 
 def assert_parts(plan, vocab, step):
