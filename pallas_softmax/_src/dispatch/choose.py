@@ -76,9 +76,9 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return None
     if call.objection is not None:
         return Refusal(call.objection)
-    if name not in call.operation.kernels:
+    kernel = call.operation.kernels.get(name)
+    if kernel is None:
         return Refusal(f"no kernel for {call.op}")
-    kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
     is_candidate = automatic and not isinstance(plan, Refusal)
     reason = kernel.slower(call) if is_candidate else None

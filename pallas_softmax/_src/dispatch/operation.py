@@ -37,9 +37,6 @@ class Kernel:
     slower: Callable[["Call"], str | None] = lambda call: None
 
 
-# By implementation: a function that imports its kernels, by name.
-Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
-
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by name, for the texts of sharded calls. If two have one name, the second has no text."""
 
@@ -50,7 +47,8 @@ class Operation:
 
     name: str  # in profiles and texts, and the key of its kernels; ends in "_grad" if it returns gradients
     plain: Callable[..., Any]  # in plain JAX: the reference for arguments and results
-    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])  # by implementation, then by name
+    # Imports the kernels of the operation's folder. It returns them by implementation, then by name of the operation.
+    import_kernels: Callable[[], Mapping[str, Mapping[str, Kernel]]] = dict
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES  # of x, that some kernel takes
 
     def __post_init__(self) -> None:
@@ -60,8 +58,11 @@ class Operation:
     def is_gradient(self) -> bool:
         return self.name.endswith("_grad")
 
-    def kernel(self, implementation: str) -> Kernel:
-        return self.kernels[implementation]()[self.name]
+    @property
+    def kernels(self) -> dict[str, Kernel]:
+        """The kernels of this operation, by implementation."""
+        of_folder = self.import_kernels().items()
+        return {implementation: kernels[self.name] for implementation, kernels in of_folder if self.name in kernels}
 
     def __repr__(self) -> str:
         return self.name
@@ -86,7 +87,6 @@ class RowOperation(Operation):
     # arguments of this operation that it accepts.
     plain_gradient: Callable[..., Any] | None = None
     plain_tangent: Callable[..., Any] | None = None  # its transpose
-    gradient_kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
     gradient_needs_kernel: bool = False  # whether a named implementation must have a kernel for the gradient
 
     # Meshes and vmaps
@@ -114,12 +114,14 @@ class RowOperation(Operation):
             jax.tree.map(kind_of.get, names) for names in (self.saved, self.variables, self.differentiable)
         )
         derivative = functools.partial(
-            RowOperation, divided_by_xla=self.divided_by_xla or self.elementwise_derivatives, whole_rows=self.whole_rows
+            RowOperation,
+            import_kernels=self.import_kernels,
+            divided_by_xla=self.divided_by_xla or self.elementwise_derivatives,
+            whole_rows=self.whole_rows,
         )
         gradient = tangent = derivative(
             name=f"{self.name}_grad",
             plain=self.plain_gradient,
-            kernels=self.gradient_kernels,
             arguments=(*saved, *outputs),
             results=inputs if len(inputs) > 1 else inputs[0],
         )

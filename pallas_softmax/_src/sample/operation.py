@@ -4,10 +4,10 @@ from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, R
 from pallas_softmax._src.sample import mesh, xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.sample.mosaic_gpu import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.sample import mosaic_gpu
 
-    return KERNELS
+    return {"mosaic_gpu": mosaic_gpu.KERNELS}
 
 
 CUTOFF = RowOperation(
@@ -15,7 +15,7 @@ CUTOFF = RowOperation(
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW, PER_ROW),  # temperature, top_k, top_p, min_p
     results=PER_ROW,
     plain=xla.cutoff,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
     on_mesh=mesh.cutoff_on_mesh,
     divided_by_xla=False,
     vmap_adds_rows=True,
@@ -26,7 +26,7 @@ SAMPLE = RowOperation(
     results=PER_ROW,
     result_names=("indices", "log_probs", "log_mass"),
     plain=xla.sample,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
     plain_gradient=xla.sample_grad,
     plain_tangent=xla.sample_tangent,
     variables=("logits", "temperature"),

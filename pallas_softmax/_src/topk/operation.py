@@ -7,19 +7,10 @@ from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mesh, xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.topk.mosaic_gpu import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.topk import mosaic_gpu, triton
 
-    return KERNELS
-
-
-def _triton() -> dict[str, Kernel]:
-    from pallas_softmax._src.topk.triton import KERNELS
-
-    return KERNELS
-
-
-_KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
+    return {"mosaic_gpu": mosaic_gpu.KERNELS, "triton": triton.KERNELS}
 
 
 MERGE = RowOperation(
@@ -27,17 +18,16 @@ MERGE = RowOperation(
     arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
     results=PER_ROW,
     plain=xla.merge,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
 )
 TOPK = RowOperation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.topk,
-    kernels=_KERNELS,
+    import_kernels=_kernels,
     plain_gradient=xla.topk_grad,
     plain_tangent=xla.topk_tangent,
-    gradient_kernels={"mosaic_gpu": _mosaic_gpu},
     result_names=("values", "indices", "m", "d"),
     variables=("logits", "temperature"),
     differentiable=("values", "d"),
@@ -50,7 +40,7 @@ SELECT = RowOperation(
     arguments=(ROW, MASK, PER_ROW),
     results=PER_ROW,
     plain=xla.select,
-    kernels=_KERNELS,
+    import_kernels=_kernels,
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
     plain_gradient=xla.select_grad,
     plain_tangent=xla.select_tangent,
