@@ -21,7 +21,6 @@ Arrays that no mesh divides go to `platform.by_platform`.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -32,8 +31,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_if_able, choose_plain, choose_unlisted
-from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, distance, symbolic
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, shared_axes, spec_of
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, sizes_of, symbolic
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import only_types
@@ -110,17 +109,12 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
 
 def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs the user's operation, or a step of it, on one device's shard. `choice` is for the user's whole call."""
-    x, axes = jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)
-    vocab = math.prod(x.shape[a] for a in axes)
     call = dataclasses.replace(
         choice.call,
         operation=operation,
+        **sizes_of(jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)),
         masked=arrays[1] is not None,
         mesh_axes=(),
-        rows=x.size // vocab if vocab else 0,
-        vocab=vocab,
-        inner=distance(x.shape, axes),
-        dtype=x.dtype.name,
         k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
         sorted=keywords.get("sorted", choice.call.sorted),
     )
@@ -195,7 +189,7 @@ def _over_explicit_axes(division: Division, choice: Choice, arrays: tuple, keywo
         mesh=mesh,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
-        axis_names=explicit_axes(mesh),
+        axis_names={*mesh.explicit_axes},
     )
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, in_specs)]
     return result_tree.unflatten(mapped(*laid))
@@ -207,14 +201,14 @@ def divisible(leaves: list[jax.Array]) -> bool:
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
     # the partitioner works neither for arrays without a mesh among Explicit axes, nor with GSPMD
-    typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
+    typed = not context.explicit_axes or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return known and real and typed and shardy and not context.manual_axes
 
 
 def _available(mesh) -> bool:
     """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
-    axes = explicit_axes(mesh)
+    axes = {*mesh.explicit_axes}
     try:
         jax.eval_shape(jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes))
     except ValueError:

@@ -145,7 +145,7 @@ class Call:
     dtype: str  # of the logits
     rows: int
     vocab: int  # the length of a row, or of one device's shard of a row that is spread over a mesh
-    inner: int | None = 1  # the distance in memory between neighbours of a row, in elements; see `distance`
+    inner: int | None = 1  # the distance in memory between neighbours of a row, in elements, if there is a single one
     masked: bool = False  # whether there is a `where` or, for a router, a bias: the second array of the call
     k: int | None = None  # the number of winners
     groups: int = 1  # for a router, the number of groups of experts
@@ -189,26 +189,30 @@ def describe(
     *,
     function: str,
 ) -> Call:
-    vocab = math.prod(x.shape[a] for a in axes)
+    sizes = sizes_of(x, axes)
     return Call(
         operation=operation,
-        dtype=x.dtype.name,
-        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
-        vocab=vocab,
-        inner=distance(x.shape, axes),
+        **sizes,
         masked=where is not None,
-        k=None if k is None else min_dim(k, vocab),
+        k=None if k is None else min_dim(k, sizes["vocab"]),
         objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
         function=function,
     )
 
 
-def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Returns the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+def sizes_of(x: jax.Array, axes: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the fields of a `Call` that the logits and the reduced axes, in ascending order, decide."""
+    return {
+        "dtype": x.dtype.name,
+        "rows": math.prod(n for a, n in enumerate(x.shape) if a not in axes),
+        "vocab": math.prod(x.shape[a] for a in axes),
+        "inner": _distance(x.shape, axes),
+    }
 
-    It is None if the axes, which are in ascending order, are not adjacent: then there is no single distance.
-    """
+
+def _distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
+    """Returns `Call.inner`: 1 if the axes are the last ones, and None if they are not adjacent."""
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None
