@@ -74,7 +74,7 @@ class RowOperation(Operation):
 
     # ROW, MASK or PER_ROW for each argument and result. One word for a tuple means each of its arrays.
     arguments: tuple[Any, ...]
-    results: Any
+    results: Any = PER_ROW
 
     # Derivatives, by the names of arguments and results
     result_names: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class RowOperation(Operation):
     on_mesh: Callable[..., Any] | None = None
     shard_step: "RowOperation | None" = None  # what `on_mesh` runs on each shard, if not this operation
     whole_rows: bool = False  # whether rows that a mesh divides are gathered first
-    divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
+    divided_by_xla: bool = False  # whether XLA divides the plain form over a mesh equally well
     elementwise_derivatives: bool = False  # the same for the derivatives, even if not `divided_by_xla`
     # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
     vmap_adds_rows: bool = False

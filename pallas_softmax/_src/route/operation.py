@@ -1,6 +1,6 @@
 """The router and its gradient as objects."""
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
+from pallas_softmax._src.dispatch.operation import MASK, ROW, Kernel, RowOperation
 from pallas_softmax._src.route import xla
 
 
@@ -13,7 +13,6 @@ def _kernels() -> dict[str, dict[str, Kernel]]:
 ROUTE = RowOperation(
     name="route",
     arguments=(ROW, MASK),  # the bias broadcasts to the logits, like a mask
-    results=PER_ROW,
     plain=xla.route,
     import_kernels=_kernels,
     plain_gradient=xla.route_grad,
@@ -22,6 +21,5 @@ ROUTE = RowOperation(
     variables=("logits",),
     differentiable=("weights", "logsumexp"),
     saved=(("logits", "indices"),),
-    divided_by_xla=False,
     whole_rows=True,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
+from pallas_softmax._src.dispatch.operation import MASK, ROW, Kernel, RowOperation
 from pallas_softmax._src.softmax import mesh, xla
 
 
@@ -15,7 +15,6 @@ def _kernels() -> dict[str, dict[str, Kernel]]:
 LOGSUMEXP = RowOperation(
     name="logsumexp",
     arguments=(ROW, MASK),
-    results=PER_ROW,
     plain=xla.logsumexp,
     import_kernels=_kernels,
     # The gradient is elementwise, so XLA fuses it with its neighbours: one read and one write.
@@ -26,6 +25,7 @@ LOGSUMEXP = RowOperation(
     differentiable=("logsumexp", "d"),  # no derivative depends on m
     saved=(("x", "m", "d"), "where"),
     on_mesh=mesh.logsumexp_on_mesh,
+    divided_by_xla=True,
 )
 LOG_SOFTMAX = RowOperation(
     name="log_softmax",
@@ -41,6 +41,7 @@ LOG_SOFTMAX = RowOperation(
     saved=(("y",), "where"),
     gradient_needs_kernel=True,
     on_mesh=mesh.log_softmax_on_mesh,
+    divided_by_xla=True,
     shard_step=LOGSUMEXP,
 )
 SOFTMAX = dataclasses.replace(

@@ -15,7 +15,6 @@ def _kernels() -> dict[str, dict[str, Kernel]]:
 TOKEN_STATS = RowOperation(
     name="token_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW),
-    results=PER_ROW,
     plain=xla.token_stats,
     import_kernels=_kernels,
     plain_gradient=xla.token_stats_grad,
@@ -26,13 +25,11 @@ TOKEN_STATS = RowOperation(
     differentiable=("logsumexp", "entropy", "at_label", "d", "t"),
     saved=(("logits", "temperature", "m", "d", "t"), "where", "labels"),
     on_mesh=mesh.token_stats_on_mesh,
-    divided_by_xla=False,
 )
 # The counts of a device in its shard of a row. The labels and the keys of their logits are of the whole row.
 COUNTED_STATS = RowOperation(
     name="counted_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW),
-    results=PER_ROW,
     plain=xla.counted_stats,
     import_kernels=_kernels,
 )

@@ -14,16 +14,11 @@ def _kernels() -> dict[str, dict[str, Kernel]]:
 
 
 MERGE = RowOperation(
-    name="merge",
-    arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.merge,
-    import_kernels=_kernels,
+    name="merge", arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW), plain=xla.merge, import_kernels=_kernels
 )
 TOPK = RowOperation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
-    results=PER_ROW,
     plain=xla.topk,
     import_kernels=_kernels,
     plain_gradient=xla.topk_grad,
@@ -33,12 +28,10 @@ TOPK = RowOperation(
     differentiable=("values", "d"),
     saved=(("logits", "temperature", "m", "d", "indices"), "where"),
     on_mesh=functools.partial(mesh.topk_on_mesh, merge=MERGE),
-    divided_by_xla=False,
 )
 SELECT = RowOperation(
     name="top_k",
     arguments=(ROW, MASK, PER_ROW),
-    results=PER_ROW,
     plain=xla.select,
     import_kernels=_kernels,
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
@@ -49,5 +42,4 @@ SELECT = RowOperation(
     differentiable=("values",),
     saved=(("operand", "indices"), "where", "lengths"),
     on_mesh=functools.partial(mesh.select_on_mesh, merge=MERGE),
-    divided_by_xla=False,
 )
