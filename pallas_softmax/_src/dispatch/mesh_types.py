@@ -202,8 +202,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
 
     With many rows, a device receives about as many elements as it holds. `function` maps whole rows (rows, row length)
     and (rows, n) to a tree of arrays (rows, n). `along_row` are shards (..., V), and `own` is the same on all devices,
-    (..., n). Dimensions of the batch may be 1, except in the first array of
-    `along_row`.
+    (..., n). Dimensions of the batch may be 1, except in the first array of `along_row`.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)

@@ -118,11 +118,14 @@ def route(
             f"{groups} groups, got {k}"
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
-    added: Any = jnp.zeros(experts, wide) if bias is None and groups > 1 else bias
-    if added is not None:
-        added = arguments.real_array(name, "bias", added).astype(wide)
+    added: Any = None
+    if bias is None and groups > 1:
+        added = jnp.zeros((experts,), wide)
+    elif bias is not None:
+        added = arguments.real_array(name, "bias", bias).astype(wide)
         if added.shape != (experts,):
             raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}")
+    if added is not None:
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)
 
@@ -131,7 +134,7 @@ def route(
     options = {"k": k, "groups": groups, "top_groups": top_groups, "group_best": group_best, "gate": gate}
     weights, indices, logsumexp = evaluate(choose_all(call, implementation, **options), x, added)
     if factor is not None:
-        weights = weights * factor.astype(weights.dtype)
+        weights = weights * _factor(name, factor).astype(weights.dtype)
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
 
 
@@ -160,14 +163,11 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[in
 
 
 def _scale(name: str, scale) -> tuple[float, Any]:
-    """Returns the static scale, and None; or 1 and an array without a gradient, which may be traced."""
+    """Returns the static scale, and None; or 1 and a scale that may be traced."""
     if scale is None:
         return 1.0, None
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, int | float | np.integer | np.floating):
-        scale = arguments.real_array(name, "scale", arguments.parameter(name, "scale", scale), "a real number")
-        if scale.shape:
-            raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
-        return 1.0, constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
+        return 1.0, arguments.parameter(name, "scale", scale)
     wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
     try:
         number = float(scale)
@@ -176,3 +176,11 @@ def _scale(name: str, scale) -> tuple[float, Any]:
     if not np.isfinite(number):
         raise ValueError(wanted)
     return number, None
+
+
+def _factor(name: str, scale) -> jax.Array:
+    """Returns a scale that may be traced, as an array without a gradient."""
+    scale = arguments.real_array(name, "scale", scale, "a real number")
+    if scale.shape:
+        raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
+    return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
