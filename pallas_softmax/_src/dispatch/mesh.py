@@ -1,7 +1,7 @@
 """How a batch of `jax.vmap` becomes more rows, and how a call is divided over the devices of a mesh.
 
     as_rows                  a batch becomes more rows
-      _over_mesh               each device takes its shard of sharded arrays
+      divide                   each device takes its shard of sharded arrays
         on_shard                 what devices exchange if a row is spread over them
           platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
 
@@ -20,7 +20,6 @@ Arrays that no mesh divides go to `platform.by_platform`.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -45,7 +44,14 @@ def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     with stage_constants():
         if is_visible(choice, arrays):
             return by_platform(choice, arrays, static)
-        call = custom_vmap(functools.partial(_over_mesh, choice, static))
+
+        @custom_vmap
+        def call(*arrays):
+            if choice.call.mesh_axes:
+                return on_shard(choice, arrays, static, choice.call.mesh_axes)
+            if not divisible(jax.tree.leaves(arrays)):
+                return by_platform(choice, arrays, static)
+            return divide(_ROWS, choice, arrays, static)
 
         @call.def_vmap
         def _(axis_size, in_batched, *arrays):
@@ -79,15 +85,6 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
     if explicit_mesh(jax.tree.leaves(arrays)) is not None:
         return op.divided_by_xla and choice.requested == "xla"
     return op.divided_by_xla or jax.device_count() == 1
-
-
-def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
-    """Runs a call on arrays of one rank that may be sharded."""
-    if choice.call.mesh_axes:
-        return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
-    if not divisible(jax.tree.leaves(arrays)):
-        return by_platform(choice, arrays, keywords)
-    return divide(_ROWS, choice, arrays, keywords)
 
 
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
@@ -125,12 +122,11 @@ def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: di
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on `divisible` arrays, as `division` says."""
-    mesh = explicit_mesh(jax.tree.leaves(arrays))
-    if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
+    if (mesh := explicit_mesh(jax.tree.leaves(arrays))) is not None:
+        return _over_explicit_axes(division, choice, arrays, keywords, mesh)
+    if choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
-    if mesh is None:
-        return over_auto_axes(division, choice, arrays, keywords)
-    return _over_explicit_axes(division, choice, arrays, keywords, mesh)
+    return over_auto_axes(division, choice, arrays, keywords)
 
 
 def _row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
