@@ -22,7 +22,7 @@ from pallas_softmax._src.misfits import is_jet, misfit
 F = TypeVar("F", bound=Callable)
 
 
-def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None) -> Callable[[F], F]:
+def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict] = lambda *_: {}) -> Callable[[F], F]:
     """Returns a decorator that jits a function.
 
     Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
@@ -45,8 +45,7 @@ def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]]
             is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
             if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
                 return function(*args, **kwargs)  # Python raises its TypeError, with the function's name
-            if known is not None:
-                given |= known(function.__name__, given)
+            given |= known(function.__name__, given)
             options = tuple([_plain(given[name]) for name in static])
             given |= zip(static, options)
             is_accepted = all([_accepted(given[name]) for name in arrays])

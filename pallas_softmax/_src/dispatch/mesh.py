@@ -15,8 +15,6 @@ and where shardings do not fit together. There are three cases:
     inside shard_map, with axis_name=   the shards are at hand: `on_shard`
     Explicit mesh axes                  types say how arrays are sharded: `jax.shard_map` around `on_shard`
     Auto mesh axes                      XLA decides on the sharding, and asks for a device's program: `partitioner.py`
-
-Arrays that no mesh divides go to `platform.by_platform`.
 """
 
 import dataclasses

@@ -1,7 +1,5 @@
 """sample and filter_logits: their contracts, their parameters as one number per row, and their derivatives."""
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -222,19 +220,19 @@ def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
     The temperature is NaN where a parameter is out of range. A top_k that filters nothing becomes int32's maximum.
     """
     wide = jax.eval_shape(as_float, x).dtype
-
-    def per_row(name: str) -> Any:
-        if given[name] is None:
-            return None
-        value = arguments.per_row(function, name, given[name], x.shape, axis)
-        return arguments.to_int32(value, -2) if name == "top_k" else value.astype(wide)  # -2 is out of range
-
     t = arguments.row_temperature(function, given["temperature"], x.shape, axis, wide)
-    k, top_p, min_p = numbers = [per_row(name) for name in FILTERS]
-    in_range = [accepted(n) for n, (accepted, _) in zip(numbers, FILTERS.values()) if n is not None]
+    filters: list[Any] = []
+    for name, (accepted, _) in FILTERS.items():
+        number = given[name]
+        if number is not None:
+            number = arguments.per_row(function, name, number, x.shape, axis)
+            number = arguments.to_int32(number, -2) if name == "top_k" else number.astype(wide)  # -2 is out of range
+            t = jnp.where(accepted(number), t, jnp.nan)
+        filters.append(number)
+    k, top_p, min_p = filters
     k = None if k is None else jnp.where(k > 0, k, _INT32_MAX)
     top_p = None if top_p is None else jnp.minimum(top_p, 1)
-    return [jnp.where(functools.reduce(operator.and_, in_range, True), t, jnp.nan), k, top_p, min_p]
+    return [t, k, top_p, min_p]
 
 
 def checked_mode(function: str, mode: str | None) -> str:

@@ -39,8 +39,8 @@ def combine_shards(local: Sums, mesh_axes, *others, position=None, temperature=N
     """Merges what the devices found in their shards of each row: arrays of one shape, which are sent together.
 
     It returns the merged `local`; the sums of `others` over the devices; and, with a `position`, the first position of
-    the row's largest logit. `position` is the shard's own, counted in the whole row. `temperature` is that of the sums
-    in `local`, at least 0; None is 1.
+    the row's largest logit. `position` is the shard's own, counted in the whole row. The sums in `local` have this
+    `temperature`, at least 0; None is 1.
     """
 
     def merge(gathered, temperature):
