@@ -22,7 +22,7 @@ from jax import lax
 
 import pallas_softmax as ps
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.choose import choose_unlisted
+from pallas_softmax._src.dispatch.choose import choose_plain
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.linear import losses as projection
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, token_losses
@@ -510,7 +510,7 @@ def assert_sample(operations, x, w, temperature):
     call = describe(SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample")
     words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
     tokens = Tokens(None, temperature=temperature, draw=(words, None, jnp.full(n, 0.9), None))
-    run = functools.partial(operations["projection_sample"], sampler=choose_unlisted(call, "xla"), **static)
+    run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
     indices, log_probs, log_mass = jit(run)(x, w, Columns(), tokens)
     t = 1.0 if temperature is None else temperature
     want = ps.sample(key, jnp.asarray(logits(x, w)[0], jnp.float32), temperature=t, top_p=0.9)

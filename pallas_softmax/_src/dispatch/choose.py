@@ -60,10 +60,14 @@ def choose_unlisted(call: Call, implementation: str | None) -> Choice:
     return Choice(call, None, elsewhere, tuple(reasons), implementation)
 
 
+def choose_plain(call: Call) -> Choice:
+    return choose_unlisted(call, "xla")
+
+
 def choose_if_able(call: Call, implementation: str | None) -> Choice:
     """Returns the choice for a step that no user named: `xla` if the named implementation lacks it."""
     choice = choose_unlisted(call, implementation)
-    return choose_unlisted(call, "xla") if choice.cuda is None else choice
+    return choose_plain(call) if choice.cuda is None else choice
 
 
 def _plan(name: str, call: Call, automatic: bool) -> Any:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_softmax._src.dispatch import linear_map
-from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_unlisted, record
+from pallas_softmax._src.dispatch.choose import choose, choose_if_able, choose_plain, record
 from pallas_softmax._src.dispatch.linear_map import LinearMap
 from pallas_softmax._src.dispatch.mesh import as_rows, is_visible
 from pallas_softmax._src.dispatch.mesh_types import reshard_along, share_cotangent, sum_cotangents
@@ -56,7 +56,7 @@ def choose_all(call: Call, implementation: str | None, **keywords: Any) -> Stati
         if gradient.cuda != "xla":
             record(gradient)
     is_symmetric = operation.tangent is operation.gradient
-    tangent = gradient if is_symmetric else choose_unlisted(call.of(operation.tangent), "xla")
+    tangent = gradient if is_symmetric else choose_plain(call.of(operation.tangent))
     return Static(forward, gradient, tangent, tuple(keywords.items()))
 
 

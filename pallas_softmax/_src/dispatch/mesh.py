@@ -27,7 +27,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_softmax._src.dispatch.choose import choose_if_able, choose_unlisted
+from pallas_softmax._src.dispatch.choose import choose_if_able, choose_plain, choose_unlisted
 from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, shared_axes, spec_of
 from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, sizes_of, symbolic
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
@@ -171,7 +171,7 @@ def _over_explicit_axes(division: Division, choice: Choice, arrays: tuple, keywo
     leaves, tree = jax.tree.flatten(arrays)
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
-    results = jax.eval_shape(lambda *a: division.whole(choose_unlisted(choice.call, "xla"), a, keywords), *shapes)
+    results = jax.eval_shape(lambda *a: division.whole(choose_plain(choice.call), a, keywords), *shapes)
     in_specs, out_specs, axes = division.dimensions(choice, arrays, keywords, results).lay_out(specs, mesh.shape)
     results, result_tree = jax.tree.flatten(results)
     if not _available(mesh):  # JAX traces the call for a vmap, and uses only the types of its results

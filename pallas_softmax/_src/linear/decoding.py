@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch import mesh
-from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_unlisted
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
@@ -223,5 +223,5 @@ def _run_on_constants(operation: Operation, given: Checked, tokens: Tokens, opti
     )
     arrays = checks.lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
     call = describe(operation, x, w, head, mesh_axes, function=options.function)
-    choice = choose(call, options.implementation) if operation.kernels else choose_unlisted(call, "xla")
+    choice = choose(call, options.implementation) if operation.kernels else choose_plain(call)
     return as_tokens(choice, *arrays, head=head, workspace_bytes=workspace_bytes, **static)

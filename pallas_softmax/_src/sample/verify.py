@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, normalizers
-from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_unlisted
+from pallas_softmax._src.dispatch.choose import ImplementationName, check_name, choose_plain
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.mesh import as_rows
 from pallas_softmax._src.dispatch.mesh_types import laid_like, vary_together, with_auto_axes
@@ -135,8 +135,8 @@ def _verified(implementation: str | None, key, drafts, x, log_q, where, given: d
 
     # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
     twice = [masses(here) for here in (accepted, lax.optimization_barrier(accepted))]
-    call = describe(DRAW_BY_MASS, twice[0], (twice[0].ndim - 1,), None, function="verify")
-    new = as_rows(choose_unlisted(call, "xla"), *vary_together(*twice, noise[..., length:]))
+    call = choose_plain(describe(DRAW_BY_MASS, twice[0], (twice[0].ndim - 1,), None, function="verify"))
+    new = as_rows(call, *vary_together(*twice, noise[..., length:]))
     after = jnp.where(position == accepted[..., None], new, -1)
     return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
 
