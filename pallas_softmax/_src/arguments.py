@@ -36,8 +36,7 @@ class Rows(NamedTuple):
 
 
 def array(function: str, name: str, x) -> jax.Array:
-    check_array(function, name, x)
-    return jnp.asarray(x)
+    return jnp.asarray(check_array(function, name, x))
 
 
 def real_array(function: str, name: str, x, wanted: str = "a float or integer array") -> jax.Array:
@@ -77,8 +76,8 @@ def real_rows(function: str, name: str, x, axis) -> tuple[jax.Array, int]:
     return x, axis % x.ndim
 
 
-def check_array(function: str, name: str, x, *, any_integer: bool = False) -> None:
-    """Raises unless `x` is an array or a scalar. With `any_integer`, it may hold integers that JAX would wrap."""
+def check_array(function: str, name: str, x, *, any_integer: bool = False) -> Any:
+    """Returns `x`, an array or a scalar. With `any_integer`, it may hold integers that JAX would wrap."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if not isinstance(x, arrays) and not hasattr(x, "__jax_array__"):
         raise TypeError(f"{function}: {name} must be an array or a scalar, got {x!r} ({type(x).__name__})")
@@ -89,6 +88,7 @@ def check_array(function: str, name: str, x, *, any_integer: bool = False) -> No
         raise NotImplementedError(
             f"{function}: jax.experimental.jet knows no kernels; nest jax.jvp for higher derivatives, or use jax.nn"
         )
+    return x
 
 
 def known_labels(function: str, name: str, labels) -> Any:
@@ -158,12 +158,25 @@ def known_temperature(function: str, temperature, logits) -> Any:
     return np.where(is_less, least, known) if np.any(is_less) else temperature
 
 
+_LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
+# For each filter of `sample`, which numbers are accepted, and the same in words.
+FILTERS: dict[str, tuple[Callable, str]] = {
+    "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
+    "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
+    "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+}
+
 # For further numbers, how `known_numbers` checks them: (function, name, value) -> the checked value
 _NUMBERS: dict[str, Callable] = {
+    "key": check_array,
     **dict.fromkeys(("a", "b"), real_numbers),
     "bias": parameter,
     **dict.fromkeys(("labels", "draft_tokens"), known_labels),
     "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
+    **{
+        name: functools.partial(in_range, accepted=accepted, wanted=wanted, integer=name == "top_k")
+        for name, (accepted, wanted) in FILTERS.items()
+    },
 }
 
 

@@ -10,12 +10,10 @@ import numpy as np
 from jax._src import config, core, xla_bridge
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
 from jax._src.export import _export
-from jax._src.interpreters.mlir import build_mlir_module_helper
+from jax._src.interpreters.mlir import build_mlir_module_helper, custom_call
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import hlo
 from jax.interpreters import mlir
-from jax.interpreters.mlir import ir
 from jax.sharding import AbstractMesh, NamedSharding
 
 
@@ -100,15 +98,7 @@ def partitioned_call(
 ) -> Sequence:
     """Lowers to a custom call that XLA divides, by Shardy's `rule` with its factors that must stay `whole`."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
-    call = hlo.CustomCallOp(
-        types,
-        list(values),
-        call_target_name=ir.StringAttr.get(target),
-        has_side_effect=ir.BoolAttr.get(False),
-        api_version=mlir.i32_attr(2),
-        called_computations=ir.ArrayAttr.get([]),
-        backend_config=ir.StringAttr.get(text),
-    )
+    call = custom_call(target, result_types=types, operands=values, backend_config=text)
     parsed = str_to_sdy_sharding_rule(rule, need_replication_factors=tuple(whole))
     call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(parsed, [v.type for v in values], types)
     return call.results

@@ -82,7 +82,7 @@ def _summed_at(x, indices, mode, fill_value) -> Any:
     """
     if jnp.issubdtype(x.dtype, jnp.floating):
         fill_value = np.array(np.nan if fill_value is None else fill_value, x.dtype).view(_bits(x).dtype)
-    return _from_bits(_at_coordinates(_bits(x), indices, mode, fill_value), x.dtype)
+    return _at_coordinates(_bits(x), indices, mode, fill_value).view(x.dtype)
 
 
 @_summed_at.defjvp
@@ -93,12 +93,7 @@ def _(mode, fill_value, primals, tangents):
 
 
 def _bits(x):
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.bitcast_convert_type(x, f"int{jnp.finfo(x.dtype).bits}") if is_float else x
-
-
-def _from_bits(bits, dtype):
-    return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits
+    return x.view(f"int{jnp.finfo(x.dtype).bits}") if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _at_coordinates(x, indices, mode, fill_value):
@@ -117,7 +112,7 @@ def row_at(x, position):
         return jnp.take_along_axis(x, position[..., None], -2, mode="promise_in_bounds")[..., 0, :]
     is_row = jnp.arange(x.shape[-2])[:, None] == position[..., None]
     bits = _bits(x)
-    return _from_bits(jnp.sum(jnp.where(is_row, bits, 0), -2, dtype=bits.dtype), x.dtype)
+    return jnp.sum(jnp.where(is_row, bits, 0), -2, dtype=bits.dtype).view(x.dtype)
 
 
 def mask_at(where, x, indices) -> Any:

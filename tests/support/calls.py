@@ -198,10 +198,10 @@ def described(op="softmax", dtype="float32", rows=128, vocab=16384, **kwargs):
 
 def refusal(implementation, call, capability):
     """Returns why the implementation refuses the call; None if it has a plan."""
-    plan = call.operation.kernel(implementation).plan(call, capability)
+    plan = call.operation.kernels[implementation].plan(call, capability)
     return plan.reason if isinstance(plan, Refusal) else None
 
 
 def slower(implementation, call):
     """Returns why XLA is faster than the implementation; None if it is not."""
-    return call.operation.kernel(implementation).slower(call)
+    return call.operation.kernels[implementation].slower(call)

@@ -61,7 +61,7 @@ def choose_unlisted(call: Call, implementation: str | None) -> Choice:
 
 
 def choose_plain(call: Call) -> Choice:
-    return Choice(call, "xla", "xla", requested="xla")
+    return choose_unlisted(call, "xla")
 
 
 def choose_if_able(call: Call, implementation: str | None) -> Choice:
@@ -76,9 +76,9 @@ def _plan(name: str, call: Call, automatic: bool) -> Any:
         return None
     if call.objection is not None:
         return Refusal(call.objection)
-    if name not in call.operation.kernels:
+    kernel = call.operation.kernels.get(name)
+    if kernel is None:
         return Refusal(f"no kernel for {call.op}")
-    kernel = call.operation.kernel(name)
     plan = kernel.plan(call, target.capability())
     is_candidate = automatic and not isinstance(plan, Refusal)
     reason = kernel.slower(call) if is_candidate else None
@@ -94,8 +94,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The choice shown is for one slice of a `jax.vmap`, and
     for the whole of a sharded array. When the function runs, the choice is made again for the batch and for each
-    device's shard. `route` needs whole rows: if a mesh divides the experts, it gathers the logits. The choice does not
-    show this.
+    device's shard. If a mesh divides the experts of `route`, it gathers the logits; the choice does not show this.
 
     Args:
       function: a function of this package, or one of yours that calls such functions. A part of it that `jax.jit` has

@@ -22,7 +22,7 @@ from pallas_softmax._src.misfits import is_jet, misfit
 F = TypeVar("F", bound=Callable)
 
 
-def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None) -> Callable[[F], F]:
+def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict] = lambda *_: {}) -> Callable[[F], F]:
     """Returns a decorator that jits a function.
 
     Arguments that `jax.jit` would reject go to the function itself, without jit: its own checks raise better errors.
@@ -36,10 +36,7 @@ def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]]
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        positional, keyword_only = (
-            [name for name, p in parameters.items() if p.kind is kind]
-            for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        )
+        positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         arrays = [name for name in parameters if name not in static]
 
         @functools.wraps(function)
@@ -48,20 +45,18 @@ def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]]
             is_repeated = not kwargs.keys().isdisjoint(positional[: len(args)])
             if is_repeated or len(args) > len(positional) or given.keys() != parameters.keys():
                 return function(*args, **kwargs)  # Python raises its TypeError, with the function's name
-            if known is not None:
-                given |= known(function.__name__, given)
+            given |= known(function.__name__, given)
             options = tuple([_plain(given[name]) for name in static])
             given |= zip(static, options)
-            args, kwargs = [given[name] for name in positional], {name: given[name] for name in keyword_only}
             is_accepted = all([_accepted(given[name]) for name in arrays])
             if not is_accepted or not _hashable(options) or is_recording():
-                return function(*args, **kwargs)
+                return function(**given)
             # 1, 1.0 and True are equal, so jax.jit would not tell them apart; but as k only 1 is accepted
             types = tuple(map(type, jax.tree.leaves(options)))
             with stage_constants():
                 # JAX's own cache ignores this setting, which changes the noise of `sample` and `verify`.
                 settings = target.capability(), jax.config.jax_high_dynamic_range_gumbel
-                return _program(function, static, types, settings)(*args, **kwargs)
+                return _program(function, static, types, settings)(**given)
 
         return call  # pyright: ignore[reportReturnType]
 
@@ -69,9 +64,7 @@ def at_once(*static: str, known: Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @functools.cache
-def _program(
-    function: Callable, static: tuple[str, ...], types: tuple, settings: tuple[tuple[int, int], bool]
-) -> Callable:
+def _program(function: Callable, static: tuple[str, ...], types: tuple, settings: tuple) -> Callable:
     # `types` and `settings` are only keys of the cache.
     # jax.jit caches by the function that it is given, so each program needs its own partial
     return jax.jit(functools.partial(function), static_argnames=static)

@@ -1,7 +1,7 @@
 """How a batch of `jax.vmap` becomes more rows, and how a call is divided over the devices of a mesh.
 
     as_rows                  a batch becomes more rows
-      _over_mesh               each device takes its shard of sharded arrays
+      divide                   each device takes its shard of sharded arrays
         on_shard                 what devices exchange if a row is spread over them
           platform.by_platform     a kernel or plain JAX, decided when the computation is lowered
 
@@ -15,13 +15,9 @@ and where shardings do not fit together. There are three cases:
     inside shard_map, with axis_name=   the shards are at hand: `on_shard`
     Explicit mesh axes                  types say how arrays are sharded: `jax.shard_map` around `on_shard`
     Auto mesh axes                      XLA decides on the sharding, and asks for a device's program: `partitioner.py`
-
-Arrays that no mesh divides go to `platform.by_platform`.
 """
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
@@ -32,8 +28,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_softmax._src.dispatch.choose import choose_if_able, choose_plain, choose_unlisted
-from pallas_softmax._src.dispatch.mesh_types import explicit_axes, explicit_mesh, shared_axes, spec_of
-from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, distance, symbolic
+from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, shared_axes, spec_of
+from pallas_softmax._src.dispatch.operation import PER_ROW, Choice, Operation, sizes_of, symbolic
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, over_auto_axes, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import only_types
@@ -46,7 +42,14 @@ def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
     with stage_constants():
         if is_visible(choice, arrays):
             return by_platform(choice, arrays, static)
-        call = custom_vmap(functools.partial(_over_mesh, choice, static))
+
+        @custom_vmap
+        def call(*arrays):
+            if choice.call.mesh_axes:
+                return on_shard(choice, arrays, static, choice.call.mesh_axes)
+            if not divisible(jax.tree.leaves(arrays)):
+                return by_platform(choice, arrays, static)
+            return divide(_ROWS, choice, arrays, static)
 
         @call.def_vmap
         def _(axis_size, in_batched, *arrays):
@@ -82,15 +85,6 @@ def is_visible(choice: Choice, arrays: Any) -> bool:
     return op.divided_by_xla or jax.device_count() == 1
 
 
-def _over_mesh(choice: Choice, keywords: dict[str, Any], *arrays: Any) -> Any:
-    """Runs a call on arrays of one rank that may be sharded."""
-    if choice.call.mesh_axes:
-        return on_shard(choice, arrays, keywords, choice.call.mesh_axes)
-    if not divisible(jax.tree.leaves(arrays)):
-        return by_platform(choice, arrays, keywords)
-    return divide(_ROWS, choice, arrays, keywords)
-
-
 def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes: tuple[str, ...]) -> Any:
     """Runs a call on one device's shard. `choice` is for the whole call.
 
@@ -110,17 +104,12 @@ def on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], mesh_axes:
 
 def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs the user's operation, or a step of it, on one device's shard. `choice` is for the user's whole call."""
-    x, axes = jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)
-    vocab = math.prod(x.shape[a] for a in axes)
     call = dataclasses.replace(
         choice.call,
         operation=operation,
+        **sizes_of(jax.tree.leaves(arrays)[0], _row_axes(arrays, keywords)),
         masked=arrays[1] is not None,
         mesh_axes=(),
-        rows=x.size // vocab if vocab else 0,
-        vocab=vocab,
-        inner=distance(x.shape, axes),
-        dtype=x.dtype.name,
         k=keywords.get("k", choice.call.k),  # a gradient has winners, but no argument k
         sorted=keywords.get("sorted", choice.call.sorted),
     )
@@ -131,12 +120,11 @@ def _run_shard(choice: Choice, operation: Operation, arrays: tuple, keywords: di
 
 def divide(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     """Runs a call on `divisible` arrays, as `division` says."""
-    mesh = explicit_mesh(jax.tree.leaves(arrays))
-    if mesh is None and choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
+    if (mesh := explicit_mesh(jax.tree.leaves(arrays))) is not None:
+        return _over_explicit_axes(division, choice, arrays, keywords, mesh)
+    if choice.call.objection is not None:  # a symbolic argument: XLA divides plain JAX
         return division.whole(choice, arrays, keywords)
-    if mesh is None:
-        return over_auto_axes(division, choice, arrays, keywords)
-    return _over_explicit_axes(division, choice, arrays, keywords, mesh)
+    return over_auto_axes(division, choice, arrays, keywords)
 
 
 def _row_axes(arrays: tuple, keywords: dict[str, Any]) -> tuple[int, ...]:
@@ -195,7 +183,7 @@ def _over_explicit_axes(division: Division, choice: Choice, arrays: tuple, keywo
         mesh=mesh,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
-        axis_names=explicit_axes(mesh),
+        axis_names={*mesh.explicit_axes},
     )
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, in_specs)]
     return result_tree.unflatten(mapped(*laid))
@@ -207,14 +195,14 @@ def divisible(leaves: list[jax.Array]) -> bool:
     known = first.ndim > 0 and all(isinstance(n, int) for n in first.shape) and all(a.size for a in leaves)
     real = not jnp.issubdtype(first.dtype, jnp.complexfloating)
     # the partitioner works neither for arrays without a mesh among Explicit axes, nor with GSPMD
-    typed = not explicit_axes(context) or explicit_mesh(leaves) is not None
+    typed = not context.explicit_axes or explicit_mesh(leaves) is not None
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
     return known and real and typed and shardy and not context.manual_axes
 
 
 def _available(mesh) -> bool:
     """Returns whether `jax.shard_map` can take the Explicit axes. It cannot if they divide the batch of a vmap."""
-    axes = explicit_axes(mesh)
+    axes = {*mesh.explicit_axes}
     try:
         jax.eval_shape(jax.shard_map(lambda: jnp.zeros(()), mesh=mesh, in_specs=(), out_specs=P(), axis_names=axes))
     except ValueError:

@@ -15,20 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # --- Explicit axes --------------------------------------------------------------------------------------
 
 
-def explicit_axes(mesh) -> set[str]:
-    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
-
-
 def explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
     """Returns the mesh of the first array with Explicit mesh axes in its type; None if there is no such array."""
     meshes = (jax.typeof(a).sharding.mesh for a in arrays)
-    return next((mesh for mesh in meshes if explicit_axes(mesh)), None)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def share_sharding(x: jax.Array, *others: Any) -> list:
@@ -87,7 +83,7 @@ def reshard_along(x: jax.Array, dimension: int, entry: Any) -> jax.Array:
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec]
     used = {name for e in spec for name in axes_of_entry(e)} & {*axes_of_entry(entry)}
-    if not explicit_axes(sharding.mesh) or not spec or spec[dimension] == entry or used:
+    if not sharding.mesh.explicit_axes or not spec or spec[dimension] == entry or used:
         return x
     spec[dimension] = entry
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*spec)))
@@ -106,8 +102,7 @@ def with_auto_axes(function: Callable, specs: Any, *arrays: Any) -> Any:
     if mesh is None:
         return function(*arrays)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    axes = tuple(sorted(explicit_axes(mesh)))
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=shardings)(*arrays)
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
 
 
 def axes_of_entry(entry) -> tuple[str, ...]:
@@ -207,8 +202,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
 
     With many rows, a device receives about as many elements as it holds. `function` maps whole rows (rows, row length)
     and (rows, n) to a tree of arrays (rows, n). `along_row` are shards (..., V), and `own` is the same on all devices,
-    (..., n). Dimensions of the batch may be 1, except in the first array of
-    `along_row`.
+    (..., n). Dimensions of the batch may be 1, except in the first array of `along_row`.
     """
     batch, devices = jax.tree.leaves(along_row)[0].shape[:-1], lax.axis_size(axes)
     rows = math.prod(batch)
@@ -236,13 +230,7 @@ def on_whole_rows(axes: tuple[str, ...], function: Callable, along_row: Any, own
 
 def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the bits of arrays (..., n) side by side, as words of 32 bits. A 16-bit number takes a word."""
-    words = []
-    for a in arrays:
-        if a.dtype.itemsize == 2:
-            bits = lax.bitcast_convert_type(a, jnp.uint16).astype(jnp.uint32)
-        else:  # of 64 bits: two words, in a dimension of their own
-            bits = lax.bitcast_convert_type(a, jnp.uint32)
-        words.append(bits.reshape(*a.shape[:-1], -1))
+    words = [a.view(jnp.uint16).astype(jnp.uint32) if a.dtype.itemsize == 2 else a.view(jnp.uint32) for a in arrays]
     return jnp.concatenate(words, -1)
 
 
@@ -251,8 +239,7 @@ def _unpack(words: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     sizes = [a.shape[-1] * max(1, a.dtype.itemsize // 4) for a in like]
     out = []
     for a, bits in zip(like, jnp.split(words, list(itertools.accumulate(sizes))[:-1], -1)):
-        two_words = (2,) if a.dtype.itemsize == 8 else ()
-        bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * a.shape[-1], *two_words)
+        bits = bits.reshape(*bits.shape[:-2], bits.shape[-2] * bits.shape[-1])
         bits = bits.astype(jnp.uint16) if a.dtype.itemsize == 2 else bits
-        out.append(lax.bitcast_convert_type(bits, a.dtype))
+        out.append(bits.view(a.dtype))
     return out

@@ -37,9 +37,6 @@ class Kernel:
     slower: Callable[["Call"], str | None] = lambda call: None
 
 
-# By implementation: a function that imports its kernels, by name.
-Kernels = Mapping[str, Callable[[], Mapping[str, Kernel]]]
-
 OPERATIONS: dict[str, "Operation"] = {}
 """All operations by name, for the texts of sharded calls. If two have one name, the second has no text."""
 
@@ -50,7 +47,8 @@ class Operation:
 
     name: str  # in profiles and texts, and the key of its kernels; ends in "_grad" if it returns gradients
     plain: Callable[..., Any]  # in plain JAX: the reference for arguments and results
-    kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])  # by implementation, then by name
+    # Imports the kernels of the operation's folder. It returns them by implementation, then by name of the operation.
+    import_kernels: Callable[[], Mapping[str, Mapping[str, Kernel]]] = dict
     kernel_dtypes: tuple[str, ...] = KERNEL_DTYPES  # of x, that some kernel takes
 
     def __post_init__(self) -> None:
@@ -60,8 +58,11 @@ class Operation:
     def is_gradient(self) -> bool:
         return self.name.endswith("_grad")
 
-    def kernel(self, implementation: str) -> Kernel:
-        return self.kernels[implementation]()[self.name]
+    @property
+    def kernels(self) -> dict[str, Kernel]:
+        """The kernels of this operation, by implementation."""
+        of_folder = self.import_kernels().items()
+        return {implementation: kernels[self.name] for implementation, kernels in of_folder if self.name in kernels}
 
     def __repr__(self) -> str:
         return self.name
@@ -73,7 +74,7 @@ class RowOperation(Operation):
 
     # ROW, MASK or PER_ROW for each argument and result. One word for a tuple means each of its arrays.
     arguments: tuple[Any, ...]
-    results: Any
+    results: Any = PER_ROW
 
     # Derivatives, by the names of arguments and results
     result_names: tuple[str, ...] = ()
@@ -86,7 +87,6 @@ class RowOperation(Operation):
     # arguments of this operation that it accepts.
     plain_gradient: Callable[..., Any] | None = None
     plain_tangent: Callable[..., Any] | None = None  # its transpose
-    gradient_kernels: Kernels = dataclasses.field(default_factory=dict[str, Any])
     gradient_needs_kernel: bool = False  # whether a named implementation must have a kernel for the gradient
 
     # Meshes and vmaps
@@ -96,7 +96,7 @@ class RowOperation(Operation):
     on_mesh: Callable[..., Any] | None = None
     shard_step: "RowOperation | None" = None  # what `on_mesh` runs on each shard, if not this operation
     whole_rows: bool = False  # whether rows that a mesh divides are gathered first
-    divided_by_xla: bool = True  # whether XLA divides the plain form over a mesh equally well
+    divided_by_xla: bool = False  # whether XLA divides the plain form over a mesh equally well
     elementwise_derivatives: bool = False  # the same for the derivatives, even if not `divided_by_xla`
     # Whether the plain form must also see a vmap as more rows. JAX's own vmap would run both branches of conditions.
     vmap_adds_rows: bool = False
@@ -114,12 +114,14 @@ class RowOperation(Operation):
             jax.tree.map(kind_of.get, names) for names in (self.saved, self.variables, self.differentiable)
         )
         derivative = functools.partial(
-            RowOperation, divided_by_xla=self.divided_by_xla or self.elementwise_derivatives, whole_rows=self.whole_rows
+            RowOperation,
+            import_kernels=self.import_kernels,
+            divided_by_xla=self.divided_by_xla or self.elementwise_derivatives,
+            whole_rows=self.whole_rows,
         )
         gradient = tangent = derivative(
             name=f"{self.name}_grad",
             plain=self.plain_gradient,
-            kernels=self.gradient_kernels,
             arguments=(*saved, *outputs),
             results=inputs if len(inputs) > 1 else inputs[0],
         )
@@ -143,7 +145,7 @@ class Call:
     dtype: str  # of the logits
     rows: int
     vocab: int  # the length of a row, or of one device's shard of a row that is spread over a mesh
-    inner: int | None = 1  # the distance in memory between neighbours of a row, in elements; see `distance`
+    inner: int | None = 1  # the distance in memory between neighbours of a row, in elements, if there is a single one
     masked: bool = False  # whether there is a `where` or, for a router, a bias: the second array of the call
     k: int | None = None  # the number of winners
     groups: int = 1  # for a router, the number of groups of experts
@@ -187,26 +189,30 @@ def describe(
     *,
     function: str,
 ) -> Call:
-    vocab = math.prod(x.shape[a] for a in axes)
+    sizes = sizes_of(x, axes)
     return Call(
         operation=operation,
-        dtype=x.dtype.name,
-        rows=math.prod(d for a, d in enumerate(x.shape) if a not in axes),
-        vocab=vocab,
-        inner=distance(x.shape, axes),
+        **sizes,
         masked=where is not None,
-        k=None if k is None else min_dim(k, vocab),
+        k=None if k is None else min_dim(k, sizes["vocab"]),
         objection=symbolic(x.shape, k),
         mesh_axes=mesh_axes,
         function=function,
     )
 
 
-def distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
-    """Returns the distance in memory between neighbours of a row, in elements: 1 if the reduced axes are the last ones.
+def sizes_of(x: jax.Array, axes: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the fields of a `Call` that the logits and the reduced axes, in ascending order, decide."""
+    return {
+        "dtype": x.dtype.name,
+        "rows": math.prod(n for a, n in enumerate(x.shape) if a not in axes),
+        "vocab": math.prod(x.shape[a] for a in axes),
+        "inner": _distance(x.shape, axes),
+    }
 
-    It is None if the axes, which are in ascending order, are not adjacent: then there is no single distance.
-    """
+
+def _distance(shape: tuple[int, ...], axes: tuple[int, ...]) -> int | None:
+    """Returns `Call.inner`: 1 if the axes are the last ones, and None if they are not adjacent."""
     if not axes:
         return 1
     return math.prod(shape[axes[-1] + 1 :]) if axes[-1] - axes[0] == len(axes) - 1 else None

@@ -10,6 +10,7 @@ that process has imported this package.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ class _Divided(NamedTuple):
     results: Any  # the tree of results, likewise
     result_types: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
     settings: tuple[Any, ...]  # the values of `_SETTINGS`
-    gpu: tuple[str, str, int | None] | None  # kind, platform and cores of the abstract device
+    device: tuple | None  # the fields of the abstract device
 
 
 def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
@@ -105,7 +106,7 @@ def over_auto_axes(division: Division, choice: Choice, arrays: tuple, keywords: 
         result_tree.unflatten(range(len(result_leaves))),
         tuple((a.shape, a.dtype) for a in result_leaves),
         tuple(getattr(jax.config, name) for name in _SETTINGS),
-        None if device is None else (device.device_kind, device.platform, device.num_cores),
+        None if device is None else dataclasses.astuple(device),
     )
     dimensions = division.dimensions(choice, arrays, keywords, results)
     # Shardy's rule: names of dimensions, as in "x0 x1, x0 w0 -> x0 x1"
@@ -193,10 +194,7 @@ def _shard(whole, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 @contextlib.contextmanager
 def _context_of(divided: _Divided):
     """Restores the settings of JAX and the abstract device that the call was traced with."""
-    device = None
-    if divided.gpu is not None:
-        kind, platform, cores = divided.gpu
-        device = AbstractDevice(device_kind=kind, platform=platform, num_cores=cores)
+    device = None if divided.device is None else AbstractDevice(*divided.device)
     with contextlib.ExitStack() as contexts:
         for setting, value in zip(_SETTINGS.values(), divided.settings):
             contexts.enter_context(setting(value))

@@ -27,7 +27,7 @@ def by_platform(choice: Choice, arrays: tuple, keywords: dict[str, Any]) -> Any:
     on_cuda, op = choice.required_cuda(), choice.call.operation
 
     def implementation(name: str) -> Callable:
-        run = op.plain if name == "xla" else functools.partial(op.kernel(name).run, choice.plan)
+        run = op.plain if name == "xla" else functools.partial(op.kernels[name].run, choice.plan)
         function = functools.partial(run, **keywords)
         if not jax.sharding.get_abstract_mesh().manual_axes:
             return function

@@ -30,11 +30,11 @@ def encode(value: Any) -> Any:
         return {"dtype": value.name}
     cls = type(value)
     name = f"{cls.__module__}:{cls.__qualname__}"
-    fields = _fields(cls)
     if isinstance(value, Operation):
         if OPERATIONS.get(value.name) is value:
             return {"operation": value.name}
-    elif fields is not None and _class(name) is cls:
+    elif _class(name) is cls:
+        fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
         return {name: {field: encode(getattr(value, field)) for field in fields}}
     raise TypeError(f"no text for a static argument {value!r} ({cls.__name__})")
 
@@ -49,8 +49,7 @@ def decode(data: Any) -> Any:
         return jnp.dtype(content)
     if kind == "operation":
         return OPERATIONS[content]
-    cls = _class(kind)
-    if cls is None or _fields(cls) is None:
+    if (cls := _class(kind)) is None:
         raise ValueError(f"{_PACKAGE} has no class {kind!r}: another version of it wrote the text")
     return cls(**{field: decode(value) for field, value in content.items()})
 
@@ -63,16 +62,11 @@ def loads(text: str | bytes) -> Any:
     return decode(json.loads(text))
 
 
-def _fields(cls: Any) -> tuple[str, ...] | None:
-    if dataclasses.is_dataclass(cls):
-        return tuple(field.name for field in dataclasses.fields(cls))
-    return getattr(cls, "_fields", None)
-
-
 def _class(name: str) -> Any:
-    """Returns the class of this name, "module:Class", if it is one of this package."""
+    """Returns the class of this name, "module:Class", if it is a dataclass or NamedTuple of this package."""
     module, _, qualname = name.partition(":")
     if module.split(".")[0] != _PACKAGE:
         return None
     found = getattr(sys.modules.get(module), qualname, None)
-    return found if isinstance(found, type) else None
+    has_fields = dataclasses.is_dataclass(found) or hasattr(found, "_fields")
+    return found if isinstance(found, type) and has_fields else None

@@ -24,7 +24,7 @@ from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
 from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.sample import noise
-from pallas_softmax._src.sample.api import Sample, checked_mode, known_numbers, parameters, typed_keys
+from pallas_softmax._src.sample.api import Sample, checked_mode, parameters, typed_keys
 from pallas_softmax._src.sample.operation import CUTOFF, SAMPLE
 from pallas_softmax._src.topk.operation import TOPK
 from pallas_softmax._src.topk.xla import TopK
@@ -171,10 +171,10 @@ def linear_sample(
       Array([2, 0], dtype=int32)
     """
     name = "linear_sample"
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    numbers |= known_numbers(name, numbers | {"key": key, "logits": x})
+    given = {"key": key, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given |= arguments.known_numbers(name, given | {"logits": x})
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    return _sample_of(key, x, w, bias, where, **numbers, mode=mode, options=options)
+    return _sample_of(x=x, w=w, bias=bias, where=where, mode=mode, options=options, **given)
 
 
 @at_once("mode", "options")

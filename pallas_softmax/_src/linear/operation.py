@@ -8,14 +8,14 @@ from pallas_softmax._src.dispatch.operation import Kernel, Operation
 from pallas_softmax._src.linear import xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.linear.mosaic_gpu import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.linear import mosaic_gpu
 
-    return KERNELS
+    return {"mosaic_gpu": mosaic_gpu.KERNELS}
 
 
 def _operation(name: str) -> Operation:
-    return Operation(name=name, plain=xla.OPERATIONS[name], kernels={"mosaic_gpu": _mosaic_gpu})
+    return Operation(name=name, plain=xla.OPERATIONS[name], import_kernels=_kernels)
 
 
 PROJECTION = _operation("projection")

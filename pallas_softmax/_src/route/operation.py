@@ -1,28 +1,25 @@
 """The router and its gradient as objects."""
 
-from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, RowOperation
+from pallas_softmax._src.dispatch.operation import MASK, ROW, Kernel, RowOperation
 from pallas_softmax._src.route import xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.route.kernel import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.route import kernel
 
-    return KERNELS
+    return {"mosaic_gpu": kernel.KERNELS}
 
 
 ROUTE = RowOperation(
     name="route",
     arguments=(ROW, MASK),  # the bias broadcasts to the logits, like a mask
-    results=PER_ROW,
     plain=xla.route,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
     plain_gradient=xla.route_grad,
     plain_tangent=xla.route_tangent,
-    gradient_kernels={"mosaic_gpu": _mosaic_gpu},
     result_names=("weights", "indices", "logsumexp"),
     variables=("logits",),
     differentiable=("weights", "logsumexp"),
     saved=(("logits", "indices"),),
-    divided_by_xla=False,
     whole_rows=True,
 )

@@ -1,8 +1,5 @@
 """sample and filter_logits: their contracts, their parameters as one number per row, and their derivatives."""
 
-import functools
-import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import arguments, normalizers
-from pallas_softmax._src.arguments import AxisName
+from pallas_softmax._src.arguments import FILTERS, AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.derivatives import choose_all, evaluate
 from pallas_softmax._src.dispatch.eager import at_once
@@ -27,7 +24,6 @@ from pallas_softmax._src.sample.xla import draw, filtered
 from pallas_softmax._src.stats.operation import TOKEN_STATS
 
 _INT32_MAX = np.iinfo(np.int32).max
-_LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
 
 
 class Sample(NamedTuple):
@@ -45,26 +41,7 @@ class Sample(NamedTuple):
     log_mass: jax.Array
 
 
-# For each filter, which numbers are accepted, and the same in words.
-_RANGES: dict[str, tuple[Callable, str]] = {
-    "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
-    "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
-    "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
-}
-
-
-def known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the temperature and the filters. Raises if one of them is out of range, unless it is traced."""
-    if "key" in given:
-        arguments.check_array(function, "key", given["key"])
-    return arguments.known_numbers(function, given) | {
-        name: arguments.in_range(function, name, given[name], *of_name, integer=name == "top_k")
-        for name, of_name in _RANGES.items()
-        if given[name] is not None
-    }
-
-
-@at_once("axis", "mode", "axis_name", "implementation", known=known_numbers)
+@at_once("axis", "mode", "axis_name", "implementation", known=arguments.known_numbers)
 def sample(
     key: jax.Array | np.ndarray,
     logits: "ArrayLike",
@@ -108,9 +85,7 @@ def sample(
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
       mode: "low", "high" or "highest": the resolution of the noise, as for `jax.random.gumbel`. None is "high" if
         jax_high_dynamic_range_gumbel is set, else "low". Kernels draw in the mode "low", with threefry keys.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
-        shard of `logits` and `where`, and the same values of all other arguments. The result is for the whole row, and
-        the same on all devices.
+      axis_name: as for `fused_topk`. All other arguments are the same on all devices. Indices count in the whole row.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
@@ -165,7 +140,7 @@ def sample(
     return Sample(*(a.reshape(batch) for a in (indices, differentiable_if_finite(log_probs), log_mass)))
 
 
-@at_once("axis", "axis_name", "implementation", known=known_numbers)
+@at_once("axis", "axis_name", "implementation", known=arguments.known_numbers)
 def filter_logits(
     logits: "ArrayLike",
     *,
@@ -186,13 +161,10 @@ def filter_logits(
     Args:
       logits: real array of any shape with at least one dimension.
       axis: the axis of a row.
-      temperature: as for `sample`. At temperature 0 the first entry of the row's order gets 0, and the others -inf.
-      top_k: as for `sample`.
-      top_p: as for `sample`.
-      min_p: as for `sample`.
+      temperature: as for `sample`, and so are `top_k`, `top_p` and `min_p`. At temperature 0 the first entry of the
+        row's order gets 0, and the others -inf.
       where: boolean, broadcastable to `logits`. A masked position gets -inf.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `sample`. The result
-        is this device's shard.
+      axis_name: as for `sample`. The result is this device's shard.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
@@ -248,19 +220,19 @@ def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
     The temperature is NaN where a parameter is out of range. A top_k that filters nothing becomes int32's maximum.
     """
     wide = jax.eval_shape(as_float, x).dtype
-
-    def per_row(name: str) -> Any:
-        if given[name] is None:
-            return None
-        value = arguments.per_row(function, name, given[name], x.shape, axis)
-        return arguments.to_int32(value, -2) if name == "top_k" else value.astype(wide)  # -2 is out of range
-
     t = arguments.row_temperature(function, given["temperature"], x.shape, axis, wide)
-    k, top_p, min_p = numbers = [per_row(name) for name in _RANGES]
-    in_range = [accepted(n) for n, (accepted, _) in zip(numbers, _RANGES.values()) if n is not None]
+    filters: list[Any] = []
+    for name, (accepted, _) in FILTERS.items():
+        number = given[name]
+        if number is not None:
+            number = arguments.per_row(function, name, number, x.shape, axis)
+            number = arguments.to_int32(number, -2) if name == "top_k" else number.astype(wide)  # -2 is out of range
+            t = jnp.where(accepted(number), t, jnp.nan)
+        filters.append(number)
+    k, top_p, min_p = filters
     k = None if k is None else jnp.where(k > 0, k, _INT32_MAX)
     top_p = None if top_p is None else jnp.minimum(top_p, 1)
-    return [jnp.where(functools.reduce(operator.and_, in_range, True), t, jnp.nan), k, top_p, min_p]
+    return [t, k, top_p, min_p]
 
 
 def checked_mode(function: str, mode: str | None) -> str:

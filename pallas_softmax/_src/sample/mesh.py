@@ -7,7 +7,6 @@
 
 The start of the noise moves with the shard, so tokens equal the tokens of whole rows. Functions have the arguments and
 results of `xla.cutoff` and so on: logits and mask are this device's shard, all others are of whole rows.
-run_shard(operation, arrays, static) returns the operation's results on this device's shard.
 """
 
 import functools

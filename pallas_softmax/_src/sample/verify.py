@@ -50,7 +50,7 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
-@at_once("implementation", known=api.known_numbers)
+@at_once("implementation", known=arguments.known_numbers)
 def verify(
     key: jax.Array | np.ndarray,
     draft_tokens: "ArrayLike",

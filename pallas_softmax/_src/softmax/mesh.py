@@ -38,15 +38,9 @@ def _normalizer(run_shard, x, where, axes, mesh_axes) -> Normalizer:
 def combine_shards(local: Sums, mesh_axes, *others, position=None, temperature=None) -> tuple:
     """Merges what the devices found in their shards of each row: arrays of one shape, which are sent together.
 
-    Args:
-      local: the normalizer or the moments of a shard.
-      mesh_axes: the mesh axes that each row is spread over.
-      *others: numbers to add up over the devices.
-      position: the position in the whole row of the first of the shard's largest logits, or None.
-      temperature: the temperature of the sums in `local`, at least 0; None if it is 1.
-
-    Returns:
-      The merged `local`, the sums of `others`, and with a `position` the first one of the largest logits.
+    It returns the merged `local`; the sums of `others` over the devices; and, with a `position`, the first position of
+    the row's largest logit. `position` is the shard's own, counted in the whole row. The sums in `local` have this
+    `temperature`, at least 0; None is 1.
     """
 
     def merge(gathered, temperature):

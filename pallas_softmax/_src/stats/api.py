@@ -63,9 +63,7 @@ def token_stats(
       where: boolean, broadcastable to `logits`. Masked positions are left out of the row.
       temperature: as for `fused_topk`: a scalar of at least 0, or one per row.
       rank: whether to return the rank of the label, which must be given.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over. Each device passes its equal
-        shard of `logits` and `where`, in the order of `lax.axis_index`, and the same labels. The result is the same on
-        all devices, and `argmax` counts columns of the whole row.
+      axis_name: as for `fused_topk`. All devices pass the same labels, and `argmax` counts columns of the whole row.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:

@@ -6,18 +6,17 @@ from pallas_softmax._src.dispatch.operation import MASK, PER_ROW, ROW, Kernel, R
 from pallas_softmax._src.stats import mesh, xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.stats.mosaic_gpu import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.stats import mosaic_gpu
 
-    return KERNELS
+    return {"mosaic_gpu": mosaic_gpu.KERNELS}
 
 
 TOKEN_STATS = RowOperation(
     name="token_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW),
-    results=PER_ROW,
     plain=xla.token_stats,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
     plain_gradient=xla.token_stats_grad,
     plain_tangent=xla.token_stats_tangent,
     elementwise_derivatives=True,  # XLA fuses the gradient with its neighbours: one read and one write
@@ -26,15 +25,13 @@ TOKEN_STATS = RowOperation(
     differentiable=("logsumexp", "entropy", "at_label", "d", "t"),
     saved=(("logits", "temperature", "m", "d", "t"), "where", "labels"),
     on_mesh=mesh.token_stats_on_mesh,
-    divided_by_xla=False,
 )
 # The counts of a device in its shard of a row. The labels and the keys of their logits are of the whole row.
 COUNTED_STATS = RowOperation(
     name="counted_stats",
     arguments=(ROW, MASK, PER_ROW, PER_ROW, PER_ROW),
-    results=PER_ROW,
     plain=xla.counted_stats,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    import_kernels=_kernels,
 )
 RANKED_STATS = dataclasses.replace(
     TOKEN_STATS,

@@ -16,8 +16,6 @@ def topk_on_mesh(run_shard, logits, where, temperature, *, merge, k, log, dtype,
 
     Shards are in the order of their devices, so the first of gathered winners that tie is the best. The arguments are
     as for `xla.topk`, for this device's shard. `merge` is the operation that merges lists of winners.
-    run_shard(operation, arrays, static) returns the operation's results on this device's shard; None stands for top-k
-    itself.
     """
     lists = winners_of_shard(run_shard, None, logits, where, temperature, k, mesh_axes, scaled=scaled)
     keywords = {"k": k, "log": log, "dtype": dtype, "scaled": scaled}

@@ -7,50 +7,33 @@ from pallas_softmax._src.sort_keys import INTEGERS_AS_FLOATS
 from pallas_softmax._src.topk import mesh, xla
 
 
-def _mosaic_gpu() -> dict[str, Kernel]:
-    from pallas_softmax._src.topk.mosaic_gpu import KERNELS
+def _kernels() -> dict[str, dict[str, Kernel]]:
+    from pallas_softmax._src.topk import mosaic_gpu, triton
 
-    return KERNELS
-
-
-def _triton() -> dict[str, Kernel]:
-    from pallas_softmax._src.topk.triton import KERNELS
-
-    return KERNELS
-
-
-_KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
+    return {"mosaic_gpu": mosaic_gpu.KERNELS, "triton": triton.KERNELS}
 
 
 MERGE = RowOperation(
-    name="merge",
-    arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW),
-    results=PER_ROW,
-    plain=xla.merge,
-    kernels={"mosaic_gpu": _mosaic_gpu},
+    name="merge", arguments=(ROW, MASK, ROW, PER_ROW, PER_ROW), plain=xla.merge, import_kernels=_kernels
 )
 TOPK = RowOperation(
     name="topk",
     arguments=(ROW, MASK, PER_ROW),
-    results=PER_ROW,
     plain=xla.topk,
-    kernels=_KERNELS,
+    import_kernels=_kernels,
     plain_gradient=xla.topk_grad,
     plain_tangent=xla.topk_tangent,
-    gradient_kernels={"mosaic_gpu": _mosaic_gpu},
     result_names=("values", "indices", "m", "d"),
     variables=("logits", "temperature"),
     differentiable=("values", "d"),
     saved=(("logits", "temperature", "m", "d", "indices"), "where"),
     on_mesh=functools.partial(mesh.topk_on_mesh, merge=MERGE),
-    divided_by_xla=False,
 )
 SELECT = RowOperation(
     name="top_k",
     arguments=(ROW, MASK, PER_ROW),
-    results=PER_ROW,
     plain=xla.select,
-    kernels=_KERNELS,
+    import_kernels=_kernels,
     kernel_dtypes=(*KERNEL_DTYPES, *INTEGERS_AS_FLOATS),
     plain_gradient=xla.select_grad,
     plain_tangent=xla.select_tangent,
@@ -59,5 +42,4 @@ SELECT = RowOperation(
     differentiable=("values",),
     saved=(("operand", "indices"), "where", "lengths"),
     on_mesh=functools.partial(mesh.select_on_mesh, merge=MERGE),
-    divided_by_xla=False,
 )
