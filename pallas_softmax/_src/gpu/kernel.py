@@ -1,6 +1,7 @@
 """`plgpu.kernel` with the settings that all kernels of this package share, and what a CTA works on."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,14 +96,7 @@ class PartPlace(NamedTuple):
 
 
 def part_place(
-    cut: Cut,
-    view: tuple[int, ...],
-    *,
-    rows: int,
-    backwards: bool = False,
-    row: Any = None,
-    per_cta: int = 1,
-    number: Any = 0,
+    cut: Cut, view: tuple[int, ...], *, backwards: bool = False, row: Any = None, per_cta: int = 1, number: Any = 0
 ) -> PartPlace:
     """Returns the place of this CTA's part. The grid has the axis "row" and, if a row has several CTAs, "part".
 
@@ -113,6 +107,7 @@ def part_place(
     row = lax.axis_index("row") if row is None else row
     index = cta_number("part", cut.count // per_cta) * per_cta + number
     if backwards:
+        rows = math.prod(view) // cut.vocab
         row, index = rows - 1 - row, cut.count - 1 - index
     start = cut.start(index)
     owned = cut.start(index + 1) - start

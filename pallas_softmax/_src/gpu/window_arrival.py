@@ -30,8 +30,8 @@ class WindowPart(NamedTuple):
     mask: Any  # None, or (reference to the mask, its row)
 
 
-def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
-    place = part_place(window.cut, view, rows=rows)
+def part_of(window: Window, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
+    place = part_place(window.cut, x_gmem.shape)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
     low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
