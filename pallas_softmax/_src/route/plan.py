@@ -69,13 +69,10 @@ def _grouped_tile(experts: int, groups: int) -> Tile | None:
     """Returns the tile with the fewest lanes where no lane has parts of different groups; None if there is none."""
     if groups & (groups - 1) or groups > experts:
         return None
-    lanes, size = 2, experts // groups
-    while lanes <= LANES:
-        pieces = min(groups, lanes)
-        vec = math.gcd(4, size, experts // lanes if experts % lanes == 0 else 0)
+    for lanes in (2, 4, 8, 16, LANES):
         most = LANE_ELEMENTS[_FLOAT_BYTES] if lanes < MANY_LANES else GROUPED_LANE_ELEMENTS
         most = most if lanes < LANES else MAX_LANE_ELEMENTS
         if experts % lanes == 0 and experts // lanes <= most:
-            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=pieces)
-        lanes *= 2
+            vec = math.gcd(4, experts // groups, experts // lanes)
+            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=min(groups, lanes))
     return None

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.layout import Tile, log2
+from pallas_softmax._src.gpu.layout import Tile, log2, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -83,10 +83,8 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
 
 
 def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
-    distance = 1
-    while distance < tile.lanes:
+    for distance in powers_below(tile.lanes):
         x = p.op(op, "f32", x, p.shuffle(x, "bfly", distance))
-        distance *= 2
     return x
 
 
@@ -123,11 +121,9 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
 def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
     best_keys = best(p, keys, min(count, len(keys)))
-    distance = 1
-    while distance < lanes:
+    for distance in powers_below(lanes):
         others = [p.shuffle(key, "bfly", distance) for key in best_keys]
         best_keys = best(p, best_keys + others, min(count, 2 * len(others)), run=len(others))
-        distance *= 2
 
     def flip(bits: Value) -> Value:
         return flip_negative_at_once(p, bits, bits.sign())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
-from pallas_softmax._src.gpu.layout import log2
+from pallas_softmax._src.gpu.layout import log2, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
@@ -57,7 +57,7 @@ class CtaProgram(Program):
         """Reduces value i over the warp by ops[i]. All lanes get the result. Floats are added in a fixed order."""
         out = list(values)
         sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
-        for lanes in (16, 8, 4, 2, 1):
+        for lanes in reversed(powers_below(LANES)):
             others = [self.shuffle(out[i], "bfly", lanes) for i in sums]
             for i, other in zip(sums, others):
                 out[i] = out[i] + other
@@ -73,7 +73,7 @@ class CtaProgram(Program):
     def scan(self, value: Value) -> tuple[Value, Value]:
         """Returns the sum of a value over the lower lanes of the warp, and the sum that includes this lane."""
         upto = self.var(value)
-        for lanes in (1, 2, 4, 8, 16):
+        for lanes in powers_below(LANES):
             other, is_lane = self.shuffle_up(upto, lanes)
             self.increase(upto, other, when=is_lane)
         if value.kind != "f32":
@@ -140,7 +140,7 @@ class CtaProgram(Program):
     def of_cta(self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None) -> list[Value]:
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
-        space = "shared"
+        space = ""
         if self.ctas > 1:
             at, space = self.op("mapa.shared::cluster", "u32", at, cta), "shared::cluster"
         self.load_into(out, at, when=when, space=space)

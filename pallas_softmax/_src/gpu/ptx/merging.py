@@ -49,7 +49,7 @@ from jax import lax
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -231,8 +231,7 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
     run_bits: list[int] = []
-    run = 1
-    while run < lanes:
+    for run in powers_below(lanes):
         # Whether the new run is the second of a pair, and so needs the opposite order.
         opposite = (p.lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(held) // 2
@@ -251,7 +250,6 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchange(p, held, bit, opposite, mirrored=bit == run)
         held = sorted_bitonic(p, held)
-        run *= 2
     return _in_order_of_lanes(p, held, run_bits)
 
 
@@ -294,10 +292,8 @@ def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: 
     """Merges two lists, each sorted over the `lanes` lanes of a row. Keeps the larger half of the words."""
     opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
     words = [p.max(word, other) for word, other in zip(a, opposite)]
-    flip = lanes // 2
-    while flip:
+    for flip in reversed(powers_below(lanes)):
         words = _exchange(p, words, flip, None, mirrored=False)
-        flip //= 2
     return sorted_bitonic(p, words)
 
 

@@ -131,13 +131,7 @@ class Program(Arithmetic):
         return out
 
     def load_into(
-        self,
-        registers: list[Value],
-        address: Value,
-        *,
-        offset: int = 0,
-        when: Condition = None,
-        space: str | None = None,
+        self, registers: list[Value], address: Value, *, offset: int = 0, when: Condition = None, space: str = ""
     ) -> None:
         """Loads neighbouring numbers into a power of two of registers, where `when` holds."""
         bits, space = BITS[registers[0].kind], space or _space(address)
@@ -146,9 +140,7 @@ class Program(Arithmetic):
             instruction = f"ld.{space}{vector}.b{bits}"
             self += f"{_if(when)}{instruction} {names}, {self._memory(instruction, address, offset + byte)};"
 
-    def store(
-        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str | None = None
-    ) -> None:
+    def store(self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str = "") -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time.
 
         The values have the same number of bits. Their kinds may differ, because memory has none.
