@@ -129,19 +129,9 @@ def _exponentials(tile: Tile, score: Score, x):
 def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem) -> None:
     """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
 
-    The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
-    row, and `direct` and `rest` from `Gate.cotangents`, the cotangents are:
-
-        a logit that did not win    p rest
-        a winner                    p rest + direct
-
-    The steps, as in `topk.tile_kernel.topk_grad`:
-
-        load      the row; the winners' indices, cotangents and (from the cache) logits
-        row       reduce to the normalizer
-        winners   compute direct and rest
-        row       write p rest of all elements
-        winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
+    The forward saves no normalizer: it is computed again from the row, which is in registers. `Gate.cotangents` has the
+    formulas. As in `topk.tile_kernel.topk_grad`, the cotangents of all elements are written first, as if none had won.
+    Then the winners overwrite theirs.
     """
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
@@ -151,8 +141,7 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     index = tiles.load(indices_gmem, winners, row, 0)
     g = tiles.load(g_gmem, winners, row, 0)
     g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
-    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)
-
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)  # from the cache
     m, d, e = normalizer(x, plan)
 
     # the winners
@@ -164,9 +153,8 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     weight = tiles.spread(rest / d_won, winners, plan)
     tiles.store(dx_gmem, plan, row, e * weight)
 
-    # the winners again
-    dx_won = p_won * rest + direct
-    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+    # the winners again, once the warp has written the row
+    tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k)
 
 
 def route_grad_rows(plan: Tile, residuals, g, g_logsumexp, *, gate: Gate):
