@@ -6,7 +6,7 @@ import numpy as np
 import pallas_softmax as ps
 from pallas_softmax._src.route import kernel
 from pallas_softmax._src.route import plan as route_plan
-from pallas_softmax._src.route.formulas import Gate
+from pallas_softmax._src.route.formulas import Gate, Groups
 from pallas_softmax._src.topk import plan as topk_plan
 from tests.support.cases import F32
 from tests.support.twins import INTERPRET, fewer_rows, interpreted
@@ -30,17 +30,11 @@ def results_and_gradient(k, gate, interpret=INTERPRET):
         steer = bias if gate.biased else no_bias
         plan = plan_route(x.shape[-1], k, x.dtype, biased=gate.steered, groups=gate.groups)
         steer = None if steer is None else jnp.asarray(steer)[None]
-        options = {
-            "k": k,
-            "gate": of_kernel,
-            "groups": gate.groups,
-            "top_groups": gate.top_groups or 1,
-            "group_best": gate.group_best or 2,
-        }
+        groups = Groups(gate.groups, gate.top_groups or 1, gate.group_best or 2)
         plan_of_gradient = topk_plan.plan_topk_grad(x.shape[-1], x.dtype)
         assert plan_of_gradient is not None
         with interpreted(interpret):
-            weights, indices, logsumexp = kernel.route_rows(tile(plan), x, steer, **options)
+            weights, indices, logsumexp = kernel.route_rows(tile(plan), x, steer, k=k, gate=of_kernel, groups=groups)
             cotangents = jnp.asarray(g), jnp.asarray(g_logsumexp).reshape(-1, 1)
             (dx,) = kernel.route_grad_rows(tile(plan_of_gradient), (x, indices), *cotangents, gate=of_kernel)
         return ps.Routing(weights, indices, logsumexp[:, 0]), dx

@@ -7,13 +7,21 @@ root of softplus(x) = log(1 + exp(x)). The weight of a winner is its score, or i
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+class Groups(NamedTuple):
+    """How many groups of experts there are (1 if all take part), take part, and entries whose sum ranks a group."""
+
+    count: int
+    top: int
+    best: int
 
 
 @dataclasses.dataclass(frozen=True)

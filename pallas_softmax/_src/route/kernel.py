@@ -20,7 +20,7 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.gpu.ptx.merging import search_input, search_rows
 from pallas_softmax._src.route import scores_ptx
-from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
+from pallas_softmax._src.route.formulas import Gate, Groups, RowReductions, Score, score_alone
 from pallas_softmax._src.route.plan import plan, plan_grad
 from pallas_softmax._src.softmax.plan import approximate
 
@@ -29,9 +29,7 @@ def route(
     plan: Tile,
     bias: Mask | None,
     gate: Gate,
-    groups: int,
-    top_groups: int,
-    group_best: int,
+    groups: Groups,
     x_gmem,
     bias_gmem,
     weights_gmem,
@@ -58,9 +56,9 @@ def route(
         e, m, d, factor = _scores(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
-        if groups > 1:  # experts of the other groups get the lowest key
-            lanes = max(1, plan.lanes * top_groups / groups)
-            elements = scores_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
+        if groups.count > 1:  # experts of the other groups get the lowest key
+            lanes = max(1, plan.lanes * groups.top / groups.count)
+            elements = scores_ptx.keep_groups(plan, groups, elements)
     tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     index, _ = search_rows(plan, experts, k, elements, lanes)
@@ -71,17 +69,16 @@ def route(
     tiles.store(indices_gmem, winners, row, index)
 
 
-def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
+def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups: Groups):
     """Returns what `xla.route` returns, of logits (..., experts).
 
-    `bias` is float32 or None; folded, it is a `Mask` with an array of biases. `top_groups` of the `groups` take part,
-    ranked by the sums of their `group_best` best entries. Groups need a bias.
+    `bias` is float32 or None; folded, it is a `Mask` with an array of biases. Groups need a bias.
     """
     *batch, experts = logits.shape
     bias, x = fold_mask(bias, logits.shape, len(batch)), logits.reshape(-1, experts)
     rows = x.shape[0]
     results = gpu_kernel(
-        functools.partial(route, plan, bias, gate, groups, top_groups, group_best),
+        functools.partial(route, plan, bias, gate, groups),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), jnp.float32),

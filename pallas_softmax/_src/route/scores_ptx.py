@@ -10,8 +10,8 @@ normalizer and two scores:
 That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with
 the largest logit subtracted.
 
-A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some
-neighbouring lanes, or of one lane, or a lane has several groups (see `route/plan.py`). The steps:
+A group is ranked by the sum of its best entries. A group lies in the elements of some neighbouring lanes, or of one
+lane, or a lane has several groups (see `route/plan.py`). The steps:
 
     each lane            finds the best entries of its part of each group
     lanes of a group     merge their best entries, by shuffles, and add them
@@ -29,7 +29,7 @@ from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
-from pallas_softmax._src.route.formulas import Score
+from pallas_softmax._src.route.formulas import Groups, Score
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
@@ -92,24 +92,23 @@ def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
 
 
 @twin
-def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
+def keep_groups(tile: Tile, groups: Groups, key):
     """Returns `key`, a tile without padding, with LOWEST for elements of groups that take no part."""
-    program = groups_program(tile, groups, top_groups, group_best)
-    return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
+    return tiles.insert_in_tile(groups_program(tile, groups), key, "i32", {"kept": tile})[0]
 
 
-def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
+def groups_program(tile: Tile, groups: Groups) -> TileProgram:
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
     own_piece = p.lane >> log2(lanes)
     for row in range(p.rows):
         keys = p.keys(row)
-        size = len(keys) * tile.pieces // groups  # elements of a group in this lane
+        size = len(keys) * tile.pieces // groups.count  # elements of a group in this lane
         keys_of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
-        sums = [_group_key(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
+        sums = [_group_key(p, keys_of_group, lanes, groups.best) for keys_of_group in keys_of_groups]
         for group, keys_of_group in enumerate(keys_of_groups):
             better = _count_better(p, sums, group, own_piece, tile.pieces, lanes)
-            takes_part = better < float(top_groups)
+            takes_part = better < float(groups.top)
             # Integer maxima and selects share one pipe, which limits the kernel. This product has another pipe.
             factor, lowest = p.select(takes_part, 1, 0, "s32"), p.select(takes_part, 0, LOWEST, "s32")
             for i, key in enumerate(keys_of_group, group * size):
