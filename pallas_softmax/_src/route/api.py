@@ -117,14 +117,13 @@ def route(
             f"{name}: k must be at most the {most} experts of top_groups={top_groups} of {groups} groups, got {k}"
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
-    added: Any = None
+    added: Any = bias
     if bias is None and chosen.count > 1:
         added = jnp.zeros((experts,), wide)
-    elif bias is not None:
-        added = arguments.real_array(name, "bias", bias).astype(wide)
+    if added is not None:
+        added = arguments.real_array(name, "bias", added).astype(wide)
         if added.shape != (experts,):
             raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}")
-    if added is not None:
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)
 
@@ -138,7 +137,6 @@ def route(
 
 
 def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
-
     def bounded(argument: str, value, most: int, wanted: str) -> int:
         number = 0 if value is None else arguments.static_int(name, argument, value)
         if not 1 <= number <= most:

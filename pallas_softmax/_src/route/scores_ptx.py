@@ -123,14 +123,10 @@ def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     for distance in powers_below(lanes):
         others = [p.shuffle(key, "bfly", distance) for key in best_keys]
         best_keys = best(p, best_keys + others, min(count, 2 * len(others)), run=len(others))
-
-    def flip(bits: Value) -> Value:
-        return flip_negative_at_once(p, bits, bits.sign())
-
-    total = flip(best_keys[0]).bits("f32")
+    total = flip_negative_at_once(best_keys[0]).bits("f32")
     for key in best_keys[1:]:
-        total = total + flip(key).bits("f32")
-    return flip(total.bits("s32"))
+        total = total + flip_negative_at_once(key).bits("f32")
+    return flip_negative_at_once(total.bits("s32"))
 
 
 def _count_better(p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int) -> Value:

@@ -29,9 +29,10 @@ def flip_negative(bits: Value, magnitude: int = MAGNITUDE) -> Value:
     return bits ^ (bits.sign() & magnitude)
 
 
-def flip_negative_at_once(p: Program, bits: Value, signs: Value, magnitude: int = MAGNITUDE) -> Value:
-    """Does the same in one instruction, given the `sign()` of the bits or of each half of them."""
-    return p.bitwise3(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, signs, magnitude)
+def flip_negative_at_once(bits: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Does the same in one instruction after `sign()`; for a pair of 16-bit floats too."""
+    flip = bits.program.bitwise3
+    return flip(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, bits.sign(), magnitude)
 
 
 class Elements:

@@ -205,8 +205,7 @@ def _complements(p: TileProgram, first_column: Value) -> list[Value]:
 def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
     words: list[Value] = []
     for i, complement in enumerate(complements):
-        pair = p.operand(f"x{row}_{i}", "u32")
-        keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
+        keys = flip_negative_at_once(p.operand(f"x{row}_{i}", "s16x2"), _MAGNITUDES)
         for half in (_LOWER_WORD, _UPPER_WORD):
             words.append(p.write("prmt.b32", "s32", keys, complement, half, of="b32"))
     words = words[: len(p.columns)]
@@ -217,13 +216,9 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
 def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     """Returns the best `size` words of a row, in the order of the lanes; each lane passes its list, in order.
 
-    pad the list of each lane with lowest words to a power of two
-    for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
-        exchange with lane ^ run, word i with word -1 - i. Each lane keeps
-            as many words as before, either the larger or the smaller ones; or
-            half as many, the larger ones
-        for bit of the lanes that hold a half: exchange with lane ^ bit, one lane keeps the larger words
-        sort the words of each lane, which are bitonic now
+    The list of each lane is padded with lowest words to a power of two. Pairs of runs of 1, 2, 4, ... lanes, the second
+    one in the opposite order, are merged in one of the three ways at the top of this file. The bitonic words that stay
+    are sorted by exchanges between the lanes that hold a half, and then within each lane.
 
     `run_bits` are the bits of a lane's number that give the position of its words in the run, the highest first.
     """

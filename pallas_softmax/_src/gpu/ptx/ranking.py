@@ -141,12 +141,7 @@ class CandidateList:
         p.barrier()
 
     def _rank_by_counting(self) -> None:
-        """Ranks each candidate by counting the better ones:
-
-        for own = thread, thread + threads, ... below n:
-            rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty ones are 0)
-            write entry `own` at its rank, if the rank is below k
-        """
+        """Ranks each candidate by counting the better ones, among the first n entries rounded up to four."""
         p, last = self.p, self.at(self.n)
         with p.each(p.thread, self.n, self.threads) as own:
             value = p.load(self.at(own), "u64")

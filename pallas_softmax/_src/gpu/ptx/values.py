@@ -244,8 +244,7 @@ class Arithmetic:
     def count_ones(self, x: Value) -> Value:
         return self.write("popc.b32", "u32", x, of="b32")
 
-    def highest_bit(self, x: Value) -> Value:
-        return self.write("bfind.u32", "u32", x)
+    highest_bit = _instruction("bfind", "u32")
 
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
