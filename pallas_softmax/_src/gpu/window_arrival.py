@@ -97,14 +97,9 @@ def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
 
     def load(b):
         position = (i * window.step_blocks + b) * window.block_size
-        return blocks.load_mask(
-            mask_gmem,
-            mask_row,
-            start=position + part.origin,
-            held=window.head + window.body - position,
-            vec=window.vec,
-            skip=window.head - jnp.minimum(position, window.head),
-        )
+        start, held = position + part.origin, window.head + window.body - position
+        skip = window.head - jnp.minimum(position, window.head)
+        return blocks.load_mask(mask_gmem, mask_row, start, held, window.vec, skip=skip)
 
     return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
 

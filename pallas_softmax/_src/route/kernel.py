@@ -26,15 +26,7 @@ from pallas_softmax._src.softmax.plan import approximate
 
 
 def route(
-    plan: Tile,
-    bias: Mask | None,
-    gate: Gate,
-    groups: Groups,
-    x_gmem,
-    bias_gmem,
-    weights_gmem,
-    indices_gmem,
-    logsumexp_gmem,
+    plan: Tile, bias: Mask | None, gate: Gate, groups: Groups, x_gmem, bias_gmem, weights_gmem, indices_gmem, lse_gmem
 ) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and writes their experts, weights and logsumexp.
 
@@ -59,7 +51,7 @@ def route(
         if groups.count > 1:  # experts of the other groups get the lowest key
             lanes = max(1, plan.lanes * groups.top / groups.count)
             elements = scores_ptx.keep_groups(plan, groups, elements)
-    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
+    tiles.store(lse_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     index, _ = search_rows(plan, experts, k, elements, lanes)
     per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]

@@ -104,14 +104,11 @@ class CtaProgram(Program):
         this memory at the same time.
         """
         writes = self.lane.equals(lane)
-        own_slot = self.at(scratch, self.warp, 4)
+        own_slot, stride = self.at(scratch, self.warp, 4), 4 * self.warps
         for i, value in enumerate(values):
-            self.store(own_slot, value, offset=4 * self.warps * i, when=writes)
+            self.store(own_slot, value, offset=stride * i, when=writes)
         self.barrier()
-        return [
-            self.load_vector(scratch, value.kind, self.warps, offset=4 * self.warps * i)
-            for i, value in enumerate(values)
-        ]
+        return [self.load_vector(scratch, x.kind, self.warps, offset=stride * i) for i, x in enumerate(values)]
 
     def lower_warps(self, upto: Value, scratch: Value) -> tuple[Value, Value]:
         """Returns the sums over the lower warps, and over all warps. A warp's summand is `upto` in its last lane.
