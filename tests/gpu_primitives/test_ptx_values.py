@@ -1,5 +1,8 @@
 """The language for inline PTX (gpu/ptx), run in numpy (tests/support/ptx.py)."""
 
+import functools
+import operator
+
 import numpy as np
 import pytest
 
@@ -76,16 +79,19 @@ def test_device_memory():
 
 @pytest.mark.parametrize("change_between", [False, True])
 def test_combined_comparison(change_between):
-    """A comparison combined with a condition uses its operands at the time it was written."""
+    """Comparisons combine with conditions on either side, and use their operands at the time they were written."""
 
     def write(p, x):
         limit = p.var(50, "u32")
         odd, below = (x & 1).equals(1), x < limit
         if change_between:
             p.set(limit, 0)
-        return p.select(odd & below, 1, 0, "u32") | p.select(~below, 2, 0, "u32")
+        conditions = odd & below, (x < 50) & odd, ~below, (x > 99) | odd
+        return functools.reduce(operator.or_, (p.select(c, 1 << i, 0, "u32") for i, c in enumerate(conditions)))
 
-    np.testing.assert_array_equal(run(write), np.where(THREADS < 50, THREADS % 2, 2))
+    odd, below = THREADS % 2, THREADS < 50
+    want = 3 * (odd & below) + 4 * ~below + 8 * (odd | (THREADS > 99))
+    np.testing.assert_array_equal(run(write), want)
 
 
 def test_warp():
@@ -161,19 +167,6 @@ def test_functions_of_three_numbers():
     p.bitwise3(lambda key, low, ones: key & ~ones | low, *p.operands("u32", "a", "b", "c"))
     # 0xdc, as PTX's manual computes it from 0xf0, 0xcc and 0xaa.
     assert str(p).endswith("<a>, <b>, <c>, 220;")
-
-
-def test_a_comparison_may_stand_on_either_side():
-    """Conditions combine in either order, whether a combined comparison is one instruction or two."""
-
-    def write(p, x):
-        odd = (x & 1).equals(1)
-        right, left = odd & (x < 50), (x < 50) & odd
-        either = (x > 99) | odd
-        return p.select(right, 1, 0, "u32") | p.select(left, 2, 0, "u32") | p.select(either, 4, 0, "u32")
-
-    odd, below = THREADS % 2, THREADS < 50
-    np.testing.assert_array_equal(run(write), 3 * (odd & below) + 4 * (odd | (THREADS > 99)))
 
 
 def registers():

@@ -164,11 +164,10 @@ def _scale(name: str, scale) -> tuple[float, jax.Array | None]:
         if scale.shape:
             raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
         return 1.0, constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
-    wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
     try:
         number = float(scale)
     except OverflowError:
-        raise ValueError(wanted) from None
+        number = np.inf
     if not np.isfinite(number):
-        raise ValueError(wanted)
+        raise ValueError(f"{name}: scale must be a finite number in the range of floats, got {scale!r}")
     return number, None

@@ -79,17 +79,13 @@ class Elements:
         return out
 
     def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
-        if self.halves:
-            return p.convert(p.load(address, "s16", when=when), "s32")
-        return p.load(address, "s32", when=when)
+        bits = p.load(address, "s16" if self.halves else "s32", when=when)
+        return p.convert(bits, "s32") if self.halves else bits
 
     def float_of_bits(self, p: Program, bits: Value) -> Value:
-        match self.name:
-            case "f32":
-                return bits.bits("f32")
-            case "bf16":
-                return (bits << _HALF_BITS).bits("f32")
-        return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+        if self.name == "f16":
+            return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+        return (bits << _HALF_BITS if self.halves else bits).bits("f32")
 
     def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
         """Returns the largest element as a float and as a sort key; if there is a NaN, a NaN with the highest key.
