@@ -1,6 +1,5 @@
 """`plgpu.kernel` with the settings that all kernels of this package share, and what a CTA works on."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -119,13 +118,3 @@ def part_place(
 def number_of_row(ref, row) -> Any:
     """Returns the number of a row, given a reference to one number per row, or to one for all; None stays None."""
     return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _traced(function, interpret, static, *arrays):  # `interpret` only tells calls apart
-    return function(*arrays, **dict(static))
-
-
-def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
-    """Returns function(*arrays, **static), which launches a kernel. JAX traces and lowers equal calls only once."""
-    return _traced(function, interpret(), tuple(static.items()), *arrays)

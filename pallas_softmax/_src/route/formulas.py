@@ -59,11 +59,10 @@ class Gate:
         if self.renormalize:
             share = _shares(self.score, x, over_row)
             direct = self._scaled(share * (g - over_row.total(g * share)))
-            return self._by_logit(x, direct), g_logsumexp
-        direct = g * self.weights(x, normalizer, over_row)
-        if self.score == "softmax":
-            return direct, g_logsumexp - over_row.total(direct)
-        return self._by_logit(x, direct), g_logsumexp
+        else:
+            direct = g * self.weights(x, normalizer, over_row)
+        rest = g_logsumexp - over_row.total(direct) if self.needs_normalizer else g_logsumexp
+        return self._by_logit(x, direct), rest
 
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the transpose of `cotangents`. `mean` is the sum of p dx over the whole row."""
