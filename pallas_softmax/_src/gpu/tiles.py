@@ -195,7 +195,6 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
 
     `ref` is float32 (columns of the tile,) in shared memory, which all of the `count` CTAs have.
     """
-
     p, names = Program(), [f"x{i}" for i in range(tile.vec)]
     cta, words = p.operand("cta", "u32"), p.operands("f32", *names)
     inside, there = cta < count, p.fresh("u32")

@@ -37,8 +37,10 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
         return Refusal(reason)
     if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
         return Refusal(f"group_best={call.group_best} is more than {MOST_GROUP_BEST}")
-    itemsize = jnp.dtype(call.dtype).itemsize
-    tile = plan_route(call.vocab, call.k or 0, itemsize, biased=call.masked, groups=call.groups)
+    if call.groups > 1:
+        tile = _grouped_tile(call.vocab, call.groups)
+    else:
+        tile = plan_tile(call.vocab, call.k or 0, _FLOAT_BYTES if call.masked else jnp.dtype(call.dtype).itemsize)
     return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
 
 
@@ -56,13 +58,6 @@ def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     if not call.k:
         return "k is 0"
     return None if call.vocab <= MAX_EXPERTS else f"{call.vocab} experts are more than {MAX_EXPERTS}"
-
-
-def plan_route(experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
-    """Returns the tile of the forward, or None if no tile fits. A logit has `itemsize` bytes."""
-    if groups > 1:
-        return _grouped_tile(experts, groups)
-    return plan_tile(experts, k, _FLOAT_BYTES if biased else itemsize)
 
 
 def _grouped_tile(experts: int, groups: int) -> Tile | None:
