@@ -184,8 +184,7 @@ def load_smem(ref, tile: Tile):
     # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
     @inline(arg_types=(REF,), return_type=_type(tile, ref.dtype))
     def load_smem(_, ref):
-        fragmented = fragmented_array.FragmentedArray
-        return fragmented.load_untiled(ref, layout=layout(tile).to_mgpu(), optimized=False)
+        return fragmented_array.FragmentedArray.load_untiled(ref, layout=layout(tile).to_mgpu(), optimized=False)
 
     return load_smem(ref)
 

@@ -33,6 +33,7 @@ class CtaProgram(Program):
     def __init__(self, warps: int = WARPS, ctas: int = 1):
         super().__init__()
         self.warps, self.ctas = warps, ctas  # numbers of warps in the CTA, and of CTAs in the cluster
+        self.threads = warps * LANES
         # <thread> counts in a warpgroup.
         self.thread = self.operand("thread", "u32") if warps == WARPS else self.special("tid.x")
         self.lane, self.warp = self.thread & (LANES - 1), self.thread >> log2(LANES)
@@ -137,8 +138,7 @@ class CtaProgram(Program):
     def of_cta(self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None) -> list[Value]:
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
-        space = ""
         if self.ctas > 1:
-            at, space = self.op("mapa.shared::cluster", "u32", at, cta), "shared::cluster"
-        self.load_into(out, at, when=when, space=space)
+            at = self.op("mapa.shared::cluster", "u32", at, cta)
+        self.load_into(out, at, when=when, space="shared::cluster" if self.ctas > 1 else "")
         return out

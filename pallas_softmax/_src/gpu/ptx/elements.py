@@ -102,6 +102,5 @@ class Elements:
         pair = p.reduce("max.NaN", [word.bits(f"{self.name}x2") for word in words])
         half = p.op("max.NaN", self.name, *p.split(pair, self.name))
         bits = p.convert(half.bits("s16"), "s32")
-        if self.name == "f16":
-            return p.convert(half, "f32"), self.key(bits)
-        return p.join(p.var(0, "u16"), half, "f32"), self.key(bits)
+        x = p.convert(half, "f32") if self.name == "f16" else p.join(p.var(0, "u16"), half, "f32")
+        return x, self.key(bits)

@@ -16,7 +16,7 @@ If each measure is 1 and the goal is a rank, `find_rank` does all of this, with 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
 
@@ -163,5 +163,5 @@ def find_rank(
         p.set(reach, p.select(total < left, 0, above + inside))
         return bucket
 
-    narrow(p, keys, histogram.each * p.warps * LANES, one_round, stop=lambda: reach <= enough)
+    narrow(p, keys, histogram.each * p.threads, one_round, stop=lambda: reach <= enough)
     return above, reach

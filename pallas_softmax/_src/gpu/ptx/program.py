@@ -92,7 +92,7 @@ class Program(Arithmetic):
             yield
 
     @contextlib.contextmanager
-    def repeat(self) -> Iterator[Callable[[Value], None]]:
+    def repeat(self) -> Iterator[Callable[..., None]]:
         """Opens a loop. again(condition), the last call in it, repeats the loop where the condition holds."""
         start = self._label("again")
         self += f"{start}:"
@@ -101,11 +101,9 @@ class Program(Arithmetic):
     @contextlib.contextmanager
     def loop(self) -> Iterator[Callable[..., None]]:
         """Opens an endless loop. leave(condition) ends it where the condition holds."""
-        start = self._label("again")
-        with self.block() as leave:
-            self += f"{start}:"
+        with self.repeat() as again, self.block() as leave:
             yield leave
-            self._jump(start)
+            again()
 
     @contextlib.contextmanager
     def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
