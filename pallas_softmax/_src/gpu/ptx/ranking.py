@@ -265,8 +265,7 @@ class CandidateList:
                 _, key = p.split(value)
                 p.update(greatest, "max", key, when=has)
                 p.update(least, "min", key, when=has)
-        greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-        greater, smaller = p.of_warps(greatest_and_least, self.sums, lane=0)
+        greater, smaller = p.of_warps(p.over_warp(("max", "min"), (greatest, least)), self.sums, lane=0)
         return values, p.reduce("max", greater), p.reduce("min", smaller)
 
     def _distances(self, greatest: Value, least: Value) -> tuple[Callable[[Value], Value], Value]:
