@@ -17,11 +17,11 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 class Groups(NamedTuple):
-    """How many groups of experts there are (1 if all take part), take part, and entries whose sum ranks a group."""
+    """The groups of experts of a router."""
 
-    count: int
-    top: int
-    best: int
+    count: int  # 1 if all groups take part
+    top: int  # the number of groups that take part
+    best: int  # the number of best entries that a group's rank adds up
 
 
 @dataclasses.dataclass(frozen=True)
