@@ -351,7 +351,7 @@ def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
 
 
 def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
-    """Returns a word: bit i is set if words i and i + 1 nearly tie. The first `count` neighbours of a row count."""
+    """Returns a word: bit i is set if words i and i + 1 nearly tie. Only the first `count` pairs of a row count."""
     bits = p.var(0, "u32")
     first_of_next_lane = p.shuffle(words[0], "down", 1)
     remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on
