@@ -3,8 +3,6 @@
 The key of a positive float is its bits. For a negative float, the key inverts all bits except the sign, because a
 larger magnitude is a smaller number. This file is for JAX arrays. `gpu/ptx/elements.py` has sort keys in inline PTX,
 and `triton/language.py` in Triton.
-
-Plain JAX uses keys of the width of the dtype. Mosaic GPU kernels use int32 for 16-bit floats as well.
 """
 
 from typing import Any
@@ -92,7 +90,7 @@ def _flip_negative(bits, dtype):
     return bits ^ (negative & np.array(~lowest_key(dtype), bits.dtype))
 
 
-# --- In kernels: int32 keys
+# --- In Mosaic GPU kernels: int32 keys, for 16-bit floats as well
 
 
 def key32(x):

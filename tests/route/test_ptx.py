@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.route.formulas import Groups
 from pallas_softmax._src.route.scores_ptx import exponentials_program, groups_program
 from tests.route import kernels
 from tests.support import oracle, ptx
@@ -38,7 +39,7 @@ def test_groups(experts, groups, group_best, kind):
     tile = kernels.plan_route(experts, 4, F32, biased=True, groups=groups)
     x = rows_of_groups(np.random.default_rng(experts), (tile.rows, experts), kind)
     keys = oracle.order_key(x).astype("int64")
-    code = groups_program(tile, groups, 3, group_best)
+    code = groups_program(tile, Groups(groups, 3, group_best))
     machine = ptx.run_on_tile(code, ptx.held_by_threads(tile, keys))
     of_groups = keys.reshape(tile.rows, groups, -1)
     best = np.sort(of_groups, -1)[..., ::-1][..., :group_best]

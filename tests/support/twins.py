@@ -255,9 +255,9 @@ def _exponentials(tile, score, x):
     return e, m, d, 1 / (1 + e)
 
 
-def _keep_groups(tile, groups, top_groups, key, group_best):
+def _keep_groups(tile, groups, key):
     x = sort_keys.from_key32(key, jnp.float32)
-    takes_part = route_xla._in_best_groups(x, groups, top_groups, min(group_best, x.shape[1] // groups))
+    takes_part = route_xla._in_best_groups(x, groups._replace(best=min(groups.best, x.shape[1] // groups.count)))
     return jnp.where(takes_part, key, sort_keys.lowest_key(jnp.float32))
 
 

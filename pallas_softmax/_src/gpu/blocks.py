@@ -45,8 +45,7 @@ def split(block, vec: int) -> list:
 
     @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
     def split(_, block):
-        (register,) = block.registers.flat
-        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(register)]
+        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(block.registers.item())]
 
     return split(block)
 
@@ -116,10 +115,9 @@ def store_to_row(ref, row, *, start, held, block):
 
     @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, layout(1)))
     def store_to_row(_, ref, row, start, held, block):
-        (register,) = block.registers.flat
         inside = arith.cmpi(arith.CmpIPredicate.slt, thread(), scalar(held))
         offset = predicated_ptx.offset_of(scalar(row), vocab, arith.addi(thread(), scalar(start)))
-        predicated_ptx.store_vector(utils.memref_ptr(ref), register, offset, inside)
+        predicated_ptx.store_vector(utils.memref_ptr(ref), block.registers.item(), offset, inside)
 
     store_to_row(ref, row, jnp.int32(start), jnp.int32(held), block)
 

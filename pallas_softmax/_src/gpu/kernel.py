@@ -1,6 +1,6 @@
 """`plgpu.kernel` with the settings that all kernels of this package share, and what a CTA works on."""
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,14 +95,7 @@ class PartPlace(NamedTuple):
 
 
 def part_place(
-    cut: Cut,
-    view: tuple[int, ...],
-    *,
-    rows: int,
-    backwards: bool = False,
-    row: Any = None,
-    per_cta: int = 1,
-    number: Any = 0,
+    cut: Cut, view: tuple[int, ...], *, backwards: bool = False, row: Any = None, per_cta: int = 1, number: Any = 0
 ) -> PartPlace:
     """Returns the place of this CTA's part. The grid has the axis "row" and, if a row has several CTAs, "part".
 
@@ -113,6 +106,7 @@ def part_place(
     row = lax.axis_index("row") if row is None else row
     index = cta_number("part", cut.count // per_cta) * per_cta + number
     if backwards:
+        rows = math.prod(view) // cut.vocab
         row, index = rows - 1 - row, cut.count - 1 - index
     start = cut.start(index)
     owned = cut.start(index + 1) - start
@@ -124,13 +118,3 @@ def part_place(
 def number_of_row(ref, row) -> Any:
     """Returns the number of a row, given a reference to one number per row, or to one for all; None stays None."""
     return None if ref is None else ref[row if ref.shape[0] > 1 else 0]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _traced(function, interpret, static, *arrays):  # `interpret` only tells calls apart
-    return function(*arrays, **dict(static))
-
-
-def traced_once(function: Callable[..., Any], *arrays, **static) -> Any:
-    """Returns function(*arrays, **static), which launches a kernel. JAX traces and lowers equal calls only once."""
-    return _traced(function, interpret(), tuple(static.items()), *arrays)

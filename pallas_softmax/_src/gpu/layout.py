@@ -86,6 +86,11 @@ def log2(n: int) -> int:
     return n.bit_length() - 1
 
 
+def powers_below(n: int) -> list[int]:
+    """Returns 1, 2, 4, ... below n, a power of two."""
+    return [1 << i for i in range(log2(n))]
+
+
 def power_of_two(least: float, start: int) -> int:
     """Returns the first of start, 2 start, 4 start, ... that is at least `least`."""
     while start < least:

@@ -184,8 +184,7 @@ def load_smem(ref, tile: Tile):
     # Inline, since for a load by Pallas Mosaic would choose another order of the rows in shared memory.
     @inline(arg_types=(REF,), return_type=_type(tile, ref.dtype))
     def load_smem(_, ref):
-        fragmented = fragmented_array.FragmentedArray
-        return fragmented.load_untiled(ref, layout=layout(tile).to_mgpu(), optimized=False)
+        return fragmented_array.FragmentedArray.load_untiled(ref, layout=layout(tile).to_mgpu(), optimized=False)
 
     return load_smem(ref)
 
@@ -195,7 +194,6 @@ def load_from_ctas(ref, tile: Tile, count: int, empty: float):
 
     `ref` is float32 (columns of the tile,) in shared memory, which all of the `count` CTAs have.
     """
-
     p, names = Program(), [f"x{i}" for i in range(tile.vec)]
     cta, words = p.operand("cta", "u32"), p.operands("f32", *names)
     inside, there = cta < count, p.fresh("u32")

@@ -30,8 +30,8 @@ class WindowPart(NamedTuple):
     mask: Any  # None, or (reference to the mask, its row)
 
 
-def part_of(window: Window, view, rows: int, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
-    place = part_place(window.cut, view, rows=rows)
+def part_of(window: Window, x_gmem, mask: Mask | None, mask_gmem) -> WindowPart:
+    place = part_place(window.cut, x_gmem.shape)
     before_body = (-place.first) % window.vec if window.head else 0  # elements
     low = window.head - before_body
     low, high, origin = map(jnp.int32, (low, low + place.owned, place.start - low))
@@ -52,11 +52,9 @@ def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
 @twin
 def fill_head_and_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
     """Fills the head and the tail of the window. Each thread fills at most one position of the head, and every 128th of
-    the tail:
+    the tail: with the element if low <= position < high, otherwise with -inf.
 
-    if low <= position < high:  x = the element; if masked, the float of the lowest key, or -inf if `infinite`
-    else:                       x = -inf
-    x_smem[position] = x
+    A masked element becomes the float of the lowest key, or -inf if `infinite`.
     """
     element, p = Elements(x_smem.dtype), Program()
     refs = {"x": part.x_gmem, "smem": x_smem}
@@ -97,27 +95,20 @@ def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
 
     def load(b):
         position = (i * window.step_blocks + b) * window.block_size
-        return blocks.load_mask(
-            mask_gmem,
-            mask_row,
-            start=position + part.origin,
-            held=window.head + window.body - position,
-            vec=window.vec,
-            skip=window.head - jnp.minimum(position, window.head),
-        )
+        start, held = position + part.origin, window.head + window.body - position
+        skip = window.head - jnp.minimum(position, window.head)
+        return blocks.load_mask(mask_gmem, mask_row, start, held, window.vec, skip=skip)
 
     return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
 
 
 @twin
 def mask_step(window: Window, x_smem, step, keep, *, infinite: bool = False) -> None:
-    """Masks the positions of a step that lie in the body. For each block, a thread loads its vector:
+    """Masks the positions of a step that lie in the body. (`fill_head_and_tail` masks the head and the tail.)
 
-    x[j] |= all ones, where keep[j] == 0      (all ones are the float of the lowest key; -inf if `infinite`)
-    store x, if the vector is in the body     (`fill_head_and_tail` masks the head and the tail)
-
-    `keep` has one block of int8 for each block of the step. Example: two words of 16-bit elements, with x0 in the lower
-    half, and their mask word, which has byte 1 = 0:
+    `keep` has one block of int8 for each block of the step. An element with keep = 0 gets all bits set, which is the
+    float of the lowest key; or it becomes -inf if `infinite`. Example: two words of 16-bit elements, with x0 in the
+    lower half, and their mask word, which has byte 1 = 0:
 
         words  x1 x0 | x3 x2     mask  01 01 00 01     ->  ffff x0 | x3 x2
     """

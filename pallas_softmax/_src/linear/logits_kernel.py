@@ -27,8 +27,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.gpu.blocks import load_as
-from pallas_softmax._src.gpu.interpreter import laid_out, twin
-from pallas_softmax._src.gpu.kernel import traced_once
+from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
@@ -128,7 +127,7 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     stored = None if stored is None else jax.ShapeDtypeStruct((rows, columns), stored)
     results = sums, stored
     static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
-    return traced_once(_launch, x, w, bias, tokens, reference, **static)
+    return _launch(x, w, bias, tokens, reference, interpreted=interpret(), **static)
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
@@ -136,11 +135,16 @@ def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, h
     tokens, coefficients = tokens._replace(labels=None), coefficients._replace(label_term=None)
     dz = jax.ShapeDtypeStruct((len(x), head.width(w)), x.dtype)
     static = {"epilogue": write_gradients, "name": "linear_logit_gradients", "results": (dz,), "stored": dz}
-    return traced_once(_launch, x, w, bias, tokens, coefficients, head=head, **static)[0]
+    return _launch(x, w, bias, tokens, coefficients, head=head, interpreted=interpret(), **static)[0]
 
 
-def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head):
+_STATIC = "epilogue", "name", "results", "stored", "head", "interpreted"
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # JAX traces and lowers equal calls only once
+def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head, interpreted):
     """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
+    del interpreted  # only tells calls apart
     vocab, tiling = head.vocab(w), plan_projection(len(x))
     if len(x) < TILE_M:  # a copy of a block that reaches beyond x is slow
         x = jnp.pad(x, ((0, TILE_M - len(x)), (0, 0)))

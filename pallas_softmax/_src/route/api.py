@@ -16,7 +16,7 @@ from pallas_softmax._src.dispatch.mesh_types import reshard_along, vary_together
 from pallas_softmax._src.dispatch.operation import describe
 from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.normalizers import float_dtype
-from pallas_softmax._src.route.formulas import SCORES, Gate, Score
+from pallas_softmax._src.route.formulas import SCORES, Gate, Groups, Score
 from pallas_softmax._src.route.operation import ROUTE
 
 
@@ -110,40 +110,33 @@ def route(
     if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"{name}: score must be one of {SCORES}, got {score!r}")
     gate = Gate(score, arguments.static_bool(name, "renormalize", renormalize), number)  # pyright: ignore[reportArgumentType]
-    groups, top_groups, group_best = _groups(name, groups, top_groups, group_best, experts)
-    k = arguments.winners(name, k, experts)
-    if groups > 1 and not k <= top_groups * (experts // groups):
+    chosen = _groups(name, groups, top_groups, group_best, experts)
+    k, most = arguments.winners(name, k, experts), chosen.top * (experts // chosen.count)
+    if chosen.count > 1 and not k <= most:
         raise ValueError(
-            f"{name}: k must be at most the {top_groups * (experts // groups)} experts of top_groups={top_groups} of "
-            f"{groups} groups, got {k}"
+            f"{name}: k must be at most the {most} experts of top_groups={top_groups} of {groups} groups, got {k}"
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
-    added: Any = None
-    if bias is None and groups > 1:
+    added: Any = bias
+    if bias is None and chosen.count > 1:
         added = jnp.zeros((experts,), wide)
-    elif bias is not None:
-        added = arguments.real_array(name, "bias", bias).astype(wide)
+    if added is not None:
+        added = arguments.real_array(name, "bias", added).astype(wide)
         if added.shape != (experts,):
             raise ValueError(f"{name}: bias must have the shape ({experts},) of the experts, got {added.shape}")
-    if added is not None:
         added = added.reshape((1,) * (x.ndim - 1) + (experts,))
     x, added = vary_together(x, added)
 
     call = describe(ROUTE, x, (axis,), added, k=k, function=name)
-    call = dataclasses.replace(call, groups=groups, group_best=group_best)
-    options = {"k": k, "groups": groups, "top_groups": top_groups, "group_best": group_best, "gate": gate}
-    weights, indices, logsumexp = evaluate(choose_all(call, implementation, **options), x, added)
+    call = dataclasses.replace(call, groups=chosen.count, group_best=chosen.best)
+    choice = choose_all(call, implementation, k=k, groups=chosen, gate=gate)
+    weights, indices, logsumexp = evaluate(choice, x, added)
     if factor is not None:
-        weights = weights * _factor(name, factor).astype(weights.dtype)
+        weights = weights * factor.astype(weights.dtype)
     return Routing(weights, indices, jnp.squeeze(logsumexp, -1))
 
 
-def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[int, int, int]:
-    """Returns the number of groups, of those that take part, and of the entries that rank a group.
-
-    If all groups take part, there is one group.
-    """
-
+def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
     def bounded(argument: str, value, most: int, wanted: str) -> int:
         number = 0 if value is None else arguments.static_int(name, argument, value)
         if not 1 <= number <= most:
@@ -159,28 +152,22 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> tuple[in
         best = bounded("group_best", group_best, size, f"the {size} experts of a group")
     if groups > 1 or top_groups is not None:
         top_groups = bounded("top_groups", top_groups, groups, f"groups={groups}")
-    return (1, 1, 1) if top_groups in (None, groups) else (groups, top_groups, best)
+    return Groups(1, 1, 1) if top_groups in (None, groups) else Groups(groups, top_groups, best)
 
 
-def _scale(name: str, scale) -> tuple[float, Any]:
-    """Returns the static scale, and None; or 1 and a scale that may be traced."""
+def _scale(name: str, scale) -> tuple[float, jax.Array | None]:
+    """Returns the static scale, and None; or 1 and a scale that may be traced, without a gradient."""
     if scale is None:
         return 1.0, None
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, int | float | np.integer | np.floating):
-        return 1.0, arguments.parameter(name, "scale", scale)
-    wanted = f"{name}: scale must be a finite number in the range of floats, got {scale!r}"
+        scale = arguments.real_array(name, "scale", arguments.parameter(name, "scale", scale), "a real number")
+        if scale.shape:
+            raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
+        return 1.0, constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")
     try:
         number = float(scale)
     except OverflowError:
-        raise ValueError(wanted) from None
+        number = np.inf
     if not np.isfinite(number):
-        raise ValueError(wanted)
+        raise ValueError(f"{name}: scale must be a finite number in the range of floats, got {scale!r}")
     return number, None
-
-
-def _factor(name: str, scale) -> jax.Array:
-    """Returns a scale that may be traced, as an array without a gradient."""
-    scale = arguments.real_array(name, "scale", scale, "a real number")
-    if scale.shape:
-        raise ValueError(f"{name}: scale must be a scalar, got an array of shape {scale.shape}")
-    return constant(scale, f"{name}: there is no gradient in scale; wrap it in jax.lax.stop_gradient")

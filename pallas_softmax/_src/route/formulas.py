@@ -7,13 +7,21 @@ root of softplus(x) = log(1 + exp(x)). The weight of a winner is its score, or i
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+class Groups(NamedTuple):
+    """The groups of experts of a router."""
+
+    count: int  # 1 if all groups take part
+    top: int  # the number of groups that take part
+    best: int  # the number of best entries that a group's rank adds up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +59,10 @@ class Gate:
         if self.renormalize:
             share = _shares(self.score, x, over_row)
             direct = self._scaled(share * (g - over_row.total(g * share)))
-            return self._by_logit(x, direct), g_logsumexp
-        direct = g * self.weights(x, normalizer, over_row)
-        if self.score == "softmax":
-            return direct, g_logsumexp - over_row.total(direct)
-        return self._by_logit(x, direct), g_logsumexp
+        else:
+            direct = g * self.weights(x, normalizer, over_row)
+        rest = g_logsumexp - over_row.total(direct) if self.needs_normalizer else g_logsumexp
+        return self._by_logit(x, direct), rest
 
     def tangents(self, x, normalizer: Any, dx, mean, over_row: "RowReductions"):
         """Returns the transpose of `cotangents`. `mean` is the sum of p dx over the whole row."""

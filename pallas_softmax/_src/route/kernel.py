@@ -20,23 +20,13 @@ from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile, merged_tile
 from pallas_softmax._src.gpu.ptx.merging import search_input, search_rows
 from pallas_softmax._src.route import scores_ptx
-from pallas_softmax._src.route.formulas import Gate, RowReductions, Score, score_alone
+from pallas_softmax._src.route.formulas import Gate, Groups, RowReductions, Score, score_alone
 from pallas_softmax._src.route.plan import plan, plan_grad
 from pallas_softmax._src.softmax.plan import approximate
 
 
 def route(
-    plan: Tile,
-    bias: Mask | None,
-    gate: Gate,
-    groups: int,
-    top_groups: int,
-    group_best: int,
-    x_gmem,
-    bias_gmem,
-    weights_gmem,
-    indices_gmem,
-    logsumexp_gmem,
+    plan: Tile, bias: Mask | None, gate: Gate, groups: Groups, x_gmem, bias_gmem, weights_gmem, indices_gmem, lse_gmem
 ) -> None:
     """The kernel: a CTA holds one tile of rows in registers, and writes their experts, weights and logsumexp.
 
@@ -58,10 +48,10 @@ def route(
         e, m, d, factor = _scores(plan, gate.score, x.astype(jnp.float32))
         bias_of_expert = tiles.load(bias_gmem, plan, row, 0, ref_row=bias.row)
         elements = sort_keys.key32(e * factor + bias_of_expert)  # e * factor is the score
-        if groups > 1:  # experts of the other groups get the lowest key
-            lanes = max(1, plan.lanes * top_groups / groups)
-            elements = scores_ptx.keep_groups(plan, groups, top_groups, elements, group_best)
-    tiles.store(logsumexp_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
+        if groups.count > 1:  # experts of the other groups get the lowest key
+            lanes = max(1, plan.lanes * groups.top / groups.count)
+            elements = scores_ptx.keep_groups(plan, groups, elements)
+    tiles.store(lse_gmem, plan, row, jnp.where(m == jnp.inf, m, m + normalizers.log_of_sum(d)))
 
     index, _ = search_rows(plan, experts, k, elements, lanes)
     per_row = [tiles.spread(a, plan, winners) for a in ((m, d) if gate.needs_normalizer else ())]
@@ -71,17 +61,16 @@ def route(
     tiles.store(indices_gmem, winners, row, index)
 
 
-def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
+def route_rows(plan: Tile, logits, bias, *, k, gate: Gate, groups: Groups):
     """Returns what `xla.route` returns, of logits (..., experts).
 
-    `bias` is float32 or None; folded, it is a `Mask` with an array of biases. `top_groups` of the `groups` take part,
-    ranked by the sums of their `group_best` best entries. Groups need a bias.
+    `bias` is float32 or None; folded, it is a `Mask` with an array of biases. Groups need a bias.
     """
     *batch, experts = logits.shape
     bias, x = fold_mask(bias, logits.shape, len(batch)), logits.reshape(-1, experts)
     rows = x.shape[0]
     results = gpu_kernel(
-        functools.partial(route, plan, bias, gate, groups, top_groups, group_best),
+        functools.partial(route, plan, bias, gate, groups),
         grid={"row": -(-rows // plan.rows)},
         out_type=[
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
@@ -129,19 +118,9 @@ def _exponentials(tile: Tile, score: Score, x):
 def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp_gmem, dx_gmem) -> None:
     """The kernel of the backward: a CTA holds one tile of rows in registers, and writes their cotangents.
 
-    The forward saves no normalizer: it is computed again from the row, which is in registers. With p the softmax of the
-    row, and `direct` and `rest` from `Gate.cotangents`, the cotangents are:
-
-        a logit that did not win    p rest
-        a winner                    p rest + direct
-
-    The steps, as in `topk.tile_kernel.topk_grad`:
-
-        load      the row; the winners' indices, cotangents and (from the cache) logits
-        row       reduce to the normalizer
-        winners   compute direct and rest
-        row       write p rest of all elements
-        winners   overwrite their cotangents; `tiles.store` first waits until the warp has written the row
+    The forward saves no normalizer: it is computed again from the row, which is in registers. `Gate.cotangents` has the
+    formulas. As in `topk.tile_kernel.topk_grad`, the cotangents of all elements are written first, as if none had won.
+    Then the winners overwrite theirs.
     """
     k = indices_gmem.shape[1]
     winners = Tile(plan.rows, plan.lanes, 1, -(-k // plan.lanes))
@@ -151,8 +130,7 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     index = tiles.load(indices_gmem, winners, row, 0)
     g = tiles.load(g_gmem, winners, row, 0)
     g_logsumexp = tiles.load(g_logsumexp_gmem, winners, row)
-    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)
-
+    won = tiles.load(x_gmem, winners, row, -jnp.inf, column=index, held=k).astype(jnp.float32)  # from the cache
     m, d, e = normalizer(x, plan)
 
     # the winners
@@ -164,9 +142,8 @@ def route_grad(plan: Tile, gate: Gate, x_gmem, indices_gmem, g_gmem, g_logsumexp
     weight = tiles.spread(rest / d_won, winners, plan)
     tiles.store(dx_gmem, plan, row, e * weight)
 
-    # the winners again
-    dx_won = p_won * rest + direct
-    tiles.store(dx_gmem, winners, row, dx_won, column=index, held=k)  # over what the row wrote there
+    # the winners again, once the warp has written the row
+    tiles.store(dx_gmem, winners, row, p_won * rest + direct, column=index, held=k)
 
 
 def route_grad_rows(plan: Tile, residuals, g, g_logsumexp, *, gate: Gate):

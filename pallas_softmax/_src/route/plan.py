@@ -37,8 +37,10 @@ def plan(call: Call, capability: tuple[int, int]) -> Tile | Refusal:
         return Refusal(reason)
     if call.groups > 1 and call.group_best > MOST_GROUP_BEST:
         return Refusal(f"group_best={call.group_best} is more than {MOST_GROUP_BEST}")
-    itemsize = jnp.dtype(call.dtype).itemsize
-    tile = plan_route(call.vocab, call.k or 0, itemsize, biased=call.masked, groups=call.groups)
+    if call.groups > 1:
+        tile = _grouped_tile(call.vocab, call.groups)
+    else:
+        tile = plan_tile(call.vocab, call.k or 0, _FLOAT_BYTES if call.masked else jnp.dtype(call.dtype).itemsize)
     return tile or Refusal(f"no kernel for {call.vocab} experts in {call.groups} groups")
 
 
@@ -58,24 +60,14 @@ def _unsupported(call: Call, capability: tuple[int, int]) -> str | None:
     return None if call.vocab <= MAX_EXPERTS else f"{call.vocab} experts are more than {MAX_EXPERTS}"
 
 
-def plan_route(experts: int, k: int, itemsize: int, *, biased: bool, groups: int) -> Tile | None:
-    """Returns the tile of the forward, or None if no tile fits. A logit has `itemsize` bytes."""
-    if groups > 1:
-        return _grouped_tile(experts, groups)
-    return plan_tile(experts, k, _FLOAT_BYTES if biased else itemsize)
-
-
 def _grouped_tile(experts: int, groups: int) -> Tile | None:
     """Returns the tile with the fewest lanes where no lane has parts of different groups; None if there is none."""
     if groups & (groups - 1) or groups > experts:
         return None
-    lanes, size = 2, experts // groups
-    while lanes <= LANES:
-        pieces = min(groups, lanes)
-        vec = math.gcd(4, size, experts // lanes if experts % lanes == 0 else 0)
+    for lanes in (2, 4, 8, 16, LANES):
         most = LANE_ELEMENTS[_FLOAT_BYTES] if lanes < MANY_LANES else GROUPED_LANE_ELEMENTS
         most = most if lanes < LANES else MAX_LANE_ELEMENTS
         if experts % lanes == 0 and experts // lanes <= most:
-            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=pieces)
-        lanes *= 2
+            vec = math.gcd(4, experts // groups, experts // lanes)
+            return dataclasses.replace(row_tile(experts, vec, lanes), pieces=min(groups, lanes))
     return None

@@ -10,8 +10,8 @@ normalizer and two scores:
 That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with
 the largest logit subtracted.
 
-A group is ranked by the sum of its best entries, `group_best` of them. A group lies in the elements of some
-neighbouring lanes, or of one lane, or a lane has several groups (see `route/plan.py`). The steps:
+A group is ranked by the sum of its best entries. A group lies in the elements of some neighbouring lanes, or of one
+lane, or a lane has several groups (see `route/plan.py`). The steps:
 
     each lane            finds the best entries of its part of each group
     lanes of a group     merge their best entries, by shuffles, and add them
@@ -22,14 +22,14 @@ import numpy as np
 
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.layout import Tile, log2
+from pallas_softmax._src.gpu.layout import Tile, log2, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.gpu.tiles import TileProgram
 from pallas_softmax._src.normalizers import LOG2_E
-from pallas_softmax._src.route.formulas import Score
+from pallas_softmax._src.route.formulas import Groups, Score
 
 # The sums of exp(x) that are used. An exponential has the relative error |x| eps, so the largest x should be small. An
 # x below -87 counts as -inf, so the largest should not be much less than 0.
@@ -83,10 +83,8 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
 
 
 def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
-    distance = 1
-    while distance < tile.lanes:
+    for distance in powers_below(tile.lanes):
         x = p.op(op, "f32", x, p.shuffle(x, "bfly", distance))
-        distance *= 2
     return x
 
 
@@ -94,24 +92,23 @@ def _over_row(p: Program, tile: Tile, op: str, x: Value) -> Value:
 
 
 @twin
-def keep_groups(tile: Tile, groups: int, top_groups: int, key, group_best: int):
+def keep_groups(tile: Tile, groups: Groups, key):
     """Returns `key`, a tile without padding, with LOWEST for elements of groups that take no part."""
-    program = groups_program(tile, groups, top_groups, group_best)
-    return tiles.insert_in_tile(program, key, "i32", {"kept": tile})[0]
+    return tiles.insert_in_tile(groups_program(tile, groups), key, "i32", {"kept": tile})[0]
 
 
-def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) -> TileProgram:
+def groups_program(tile: Tile, groups: Groups) -> TileProgram:
     p = TileProgram(tile, tile.shape[1])
     lanes = tile.lanes // tile.pieces  # of a group
     own_piece = p.lane >> log2(lanes)
     for row in range(p.rows):
         keys = p.keys(row)
-        size = len(keys) * tile.pieces // groups  # elements of a group in this lane
+        size = len(keys) * tile.pieces // groups.count  # elements of a group in this lane
         keys_of_groups = [keys[i : i + size] for i in range(0, len(keys), size)]
-        sums = [_group_key(p, keys_of_group, lanes, group_best) for keys_of_group in keys_of_groups]
+        sums = [_group_key(p, keys_of_group, lanes, groups.best) for keys_of_group in keys_of_groups]
         for group, keys_of_group in enumerate(keys_of_groups):
             better = _count_better(p, sums, group, own_piece, tile.pieces, lanes)
-            takes_part = better < float(top_groups)
+            takes_part = better < float(groups.top)
             # Integer maxima and selects share one pipe, which limits the kernel. This product has another pipe.
             factor, lowest = p.select(takes_part, 1, 0, "s32"), p.select(takes_part, 0, LOWEST, "s32")
             for i, key in enumerate(keys_of_group, group * size):
@@ -123,19 +120,13 @@ def groups_program(tile: Tile, groups: int, top_groups: int, group_best: int) ->
 def _group_key(p: Program, keys: list[Value], lanes: int, count: int) -> Value:
     """Returns the sort key of the sum of the `count` best entries of a group that lies over `lanes` lanes."""
     best_keys = best(p, keys, min(count, len(keys)))
-    distance = 1
-    while distance < lanes:
+    for distance in powers_below(lanes):
         others = [p.shuffle(key, "bfly", distance) for key in best_keys]
         best_keys = best(p, best_keys + others, min(count, 2 * len(others)), run=len(others))
-        distance *= 2
-
-    def flip(bits: Value) -> Value:
-        return flip_negative_at_once(p, bits, bits.sign())
-
-    total = flip(best_keys[0]).bits("f32")
+    total = flip_negative_at_once(best_keys[0]).bits("f32")
     for key in best_keys[1:]:
-        total = total + flip(key).bits("f32")
-    return flip(total.bits("s32"))
+        total = total + flip_negative_at_once(key).bits("f32")
+    return flip_negative_at_once(total.bits("s32"))
 
 
 def _count_better(p: Program, sums: list[Value], group: int, own_piece: Value, pieces: int, lanes: int) -> Value:

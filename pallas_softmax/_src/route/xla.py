@@ -14,7 +14,7 @@ from jax.lax import top_k  # as it is at the import, in case a program replaces 
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.masks import at, masked
 from pallas_softmax._src.normalizers import Normalizer, widen
-from pallas_softmax._src.route.formulas import Gate, RowReductions, score_alone
+from pallas_softmax._src.route.formulas import Gate, Groups, RowReductions, score_alone
 from pallas_softmax._src.topk.xla import best_order, put
 
 OVER_ROW = RowReductions(
@@ -22,7 +22,7 @@ OVER_ROW = RowReductions(
 )
 
 
-def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
+def route(logits, bias, *, k, gate: Gate, groups: Groups):
     x = widen(normalizers.to_float(logits, (-1,)))
     is_integer = jnp.issubdtype(logits.dtype, jnp.integer)
     values = logits.astype(x.dtype) if is_integer else x
@@ -33,7 +33,7 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
         m, d = normalizer
         score = jnp.exp(x - m) / d if gate.score == "softmax" else score_alone(gate.score, values)
         biased = _with_one_nan(score + bias)
-        takes_part = None if groups == 1 else _in_best_groups(biased, groups, top_groups, group_best)
+        takes_part = None if groups.count == 1 else _in_best_groups(biased, groups)
         _, indices = _best(biased, takes_part, k)
     won = at(x if gate.score == "softmax" else values, indices)
     logsumexp = normalizers.log_of(normalizer)
@@ -42,11 +42,11 @@ def route(logits, bias, *, k, gate: Gate, groups, top_groups, group_best):
     return gate.weights(won, normalizer, OVER_ROW), indices, logsumexp
 
 
-def _in_best_groups(x, groups: int, top_groups: int, group_best: int):
-    grouped = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
-    best, _ = _best(grouped, None, group_best)
-    _, chosen = _best(_with_one_nan(jnp.sum(best, -1)), None, top_groups)
-    group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups), chosen.ndim)
+def _in_best_groups(x, groups: Groups):
+    grouped = x.reshape(*x.shape[:-1], groups.count, x.shape[-1] // groups.count)
+    best, _ = _best(grouped, None, groups.best)
+    _, chosen = _best(_with_one_nan(jnp.sum(best, -1)), None, groups.top)
+    group = lax.broadcasted_iota(chosen.dtype, (*[1] * chosen.ndim, groups.count), chosen.ndim)
     takes_part = jnp.any(chosen[..., None] == group, -2)
     return jnp.broadcast_to(takes_part[..., None], grouped.shape).reshape(x.shape)
 

@@ -108,11 +108,10 @@ def sample_rows(
     parameters = [_per_row(a, batch) for a in (temperature, *numbers)]
     x, mask = logits.reshape(-1, vocab), fold_mask(where, logits.shape, len(batch))
     rows, window = len(x), plan.window
-    view = aligned_view(rows, vocab, window.vec)
     names = _OF_CUTOFF if words is None else DRAWN
 
     def sample(x_gmem, parameters_gmem, words_gmem, mask_gmem, *out, arrived, scratch, x_smem, barrier: Any = None):
-        part = window_arrival.part_of(window, view, rows, x_gmem, mask, mask_gmem)
+        part = window_arrival.part_of(window, x_gmem, mask, mask_gmem)
         row = part.place.row
         # These loads are in flight while the part arrives, so that no thread waits for them afterwards.
         parameters = {name: number_of_row(ref, row) for name, ref in zip(_PARAMETERS, parameters_gmem)}
@@ -134,7 +133,7 @@ def sample_rows(
             "x_smem": plgpu.SMEM((window.size,), x.dtype),
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
-    )(x.reshape(view), parameters, words, None if mask is None else mask.array)
+    )(x.reshape(aligned_view(rows, vocab, window.vec)), parameters, words, None if mask is None else mask.array)
     return [result.reshape(*batch, 1) for result in results]
 
 

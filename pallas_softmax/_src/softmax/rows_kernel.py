@@ -43,9 +43,7 @@ def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Callable[[Any], S
     parts = job.parts
 
     def segment_of(number) -> Segment:
-        place = part_place(
-            parts.cut, job.view, rows=job.rows, backwards=backwards, per_cta=parts.per_cta, number=number
-        )
+        place = part_place(parts.cut, job.view, backwards=backwards, per_cta=parts.per_cta, number=number)
         return Segment(job, refs, place, number * parts.walk.steps, smem_start=number * parts.length)
 
     if parts.per_cta > 1:
@@ -133,7 +131,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     steps_of_row = walk.steps + job.parts.again
 
     def segment_of(turn) -> Segment:
-        place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
+        place = part_place(job.parts.cut, job.view, row=team + turn * job.teams)
         before = turn * steps_of_row
 
         def freed(i) -> None:

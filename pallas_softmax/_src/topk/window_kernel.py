@@ -70,10 +70,10 @@ from pallas_softmax._src.topk.xla import TopK
 
 
 def softmax_topk(
-    window: Window, mask: Mask | None, rows: int, request: Request, x_gmem, scale_gmem, mask_gmem, *lists_gmem, **smem
+    window: Window, mask: Mask | None, request: Request, x_gmem, scale_gmem, mask_gmem, *lists_gmem, **smem
 ) -> None:
     """The kernel: a CTA holds a row, or a part of a row, in shared memory. It writes the winners and the normalizer."""
-    part = window_arrival.part_of(window, x_gmem.shape, rows, x_gmem, mask, mask_gmem)
+    part = window_arrival.part_of(window, x_gmem, mask, mask_gmem)
     group_keys, counts = split(smem["groups"], group_words(window, request.k), WARPGROUP)
     candidates, hits = split(smem["lists"], *listed_items(window, request.k))
     memory = SearchMemory(smem["x"], group_keys, candidates, hits, counts)
@@ -106,7 +106,7 @@ def topk_rows(x, mask: Mask | None, temperature, plan: Window, request: Request)
     (rows, vocab), k = x.shape, request.k
     scale = None if temperature is None else normalizers.encoded_scale(temperature)
     lists = gpu_kernel(
-        functools.partial(softmax_topk, plan, mask, rows, request),
+        functools.partial(softmax_topk, plan, mask, request),
         grid={"row": rows, "part": plan.count},
         out_type=lists_type(rows * plan.count, request, final=plan.count == 1),
         scratch_types={

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_softmax._src.gpu.hardware import LANES, WARPS
-from pallas_softmax._src.gpu.layout import log2
+from pallas_softmax._src.gpu.layout import log2, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
@@ -33,6 +33,7 @@ class CtaProgram(Program):
     def __init__(self, warps: int = WARPS, ctas: int = 1):
         super().__init__()
         self.warps, self.ctas = warps, ctas  # numbers of warps in the CTA, and of CTAs in the cluster
+        self.threads = warps * LANES
         # <thread> counts in a warpgroup.
         self.thread = self.operand("thread", "u32") if warps == WARPS else self.special("tid.x")
         self.lane, self.warp = self.thread & (LANES - 1), self.thread >> log2(LANES)
@@ -57,7 +58,7 @@ class CtaProgram(Program):
         """Reduces value i over the warp by ops[i]. All lanes get the result. Floats are added in a fixed order."""
         out = list(values)
         sums = [i for i, value in enumerate(out) if value.kind == "f32" and ops[i] == "add"]
-        for lanes in (16, 8, 4, 2, 1):
+        for lanes in reversed(powers_below(LANES)):
             others = [self.shuffle(out[i], "bfly", lanes) for i in sums]
             for i, other in zip(sums, others):
                 out[i] = out[i] + other
@@ -73,7 +74,7 @@ class CtaProgram(Program):
     def scan(self, value: Value) -> tuple[Value, Value]:
         """Returns the sum of a value over the lower lanes of the warp, and the sum that includes this lane."""
         upto = self.var(value)
-        for lanes in (1, 2, 4, 8, 16):
+        for lanes in powers_below(LANES):
             other, is_lane = self.shuffle_up(upto, lanes)
             self.increase(upto, other, when=is_lane)
         if value.kind != "f32":
@@ -104,14 +105,11 @@ class CtaProgram(Program):
         this memory at the same time.
         """
         writes = self.lane.equals(lane)
-        own_slot = self.at(scratch, self.warp, 4)
+        own_slot, stride = self.at(scratch, self.warp, 4), 4 * self.warps
         for i, value in enumerate(values):
-            self.store(own_slot, value, offset=4 * self.warps * i, when=writes)
+            self.store(own_slot, value, offset=stride * i, when=writes)
         self.barrier()
-        return [
-            self.load_vector(scratch, value.kind, self.warps, offset=4 * self.warps * i)
-            for i, value in enumerate(values)
-        ]
+        return [self.load_vector(scratch, x.kind, self.warps, offset=stride * i) for i, x in enumerate(values)]
 
     def lower_warps(self, upto: Value, scratch: Value) -> tuple[Value, Value]:
         """Returns the sums over the lower warps, and over all warps. A warp's summand is `upto` in its last lane.
@@ -140,8 +138,7 @@ class CtaProgram(Program):
     def of_cta(self, at: Value, cta: Any, kind: str, count: int = 1, *, when: Condition = None) -> list[Value]:
         """Returns words at this address in a CTA of the cluster, or 0 where `when` does not hold."""
         out = [self.fresh(kind) if when is None else self.var(0, kind) for _ in range(count)]
-        space = "shared"
         if self.ctas > 1:
-            at, space = self.op("mapa.shared::cluster", "u32", at, cta), "shared::cluster"
-        self.load_into(out, at, when=when, space=space)
+            at = self.op("mapa.shared::cluster", "u32", at, cta)
+        self.load_into(out, at, when=when, space="shared::cluster" if self.ctas > 1 else "")
         return out

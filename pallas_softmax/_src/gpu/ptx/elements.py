@@ -29,9 +29,10 @@ def flip_negative(bits: Value, magnitude: int = MAGNITUDE) -> Value:
     return bits ^ (bits.sign() & magnitude)
 
 
-def flip_negative_at_once(p: Program, bits: Value, signs: Value, magnitude: int = MAGNITUDE) -> Value:
-    """Does the same in one instruction, given the `sign()` of the bits or of each half of them."""
-    return p.bitwise3(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, signs, magnitude)
+def flip_negative_at_once(bits: Value, magnitude: int = MAGNITUDE) -> Value:
+    """Does the same in one instruction after `sign()`; for a pair of 16-bit floats too."""
+    flip = bits.program.bitwise3
+    return flip(lambda bits, signs, magnitude: bits ^ signs & magnitude, bits, bits.sign(), magnitude)
 
 
 class Elements:
@@ -78,17 +79,13 @@ class Elements:
         return out
 
     def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
-        if self.halves:
-            return p.convert(p.load(address, "s16", when=when), "s32")
-        return p.load(address, "s32", when=when)
+        bits = p.load(address, "s16" if self.halves else "s32", when=when)
+        return p.convert(bits, "s32") if self.halves else bits
 
     def float_of_bits(self, p: Program, bits: Value) -> Value:
-        match self.name:
-            case "f32":
-                return bits.bits("f32")
-            case "bf16":
-                return (bits << _HALF_BITS).bits("f32")
-        return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+        if self.name == "f16":
+            return p.convert(p.convert(bits.bits("u32"), "u16").bits("f16"), "f32")
+        return (bits << _HALF_BITS if self.halves else bits).bits("f32")
 
     def best(self, p: Program, words: list[Value], floats: list[Value] | None) -> tuple[Value, Value]:
         """Returns the largest element as a float and as a sort key; if there is a NaN, a NaN with the highest key.
@@ -105,6 +102,5 @@ class Elements:
         pair = p.reduce("max.NaN", [word.bits(f"{self.name}x2") for word in words])
         half = p.op("max.NaN", self.name, *p.split(pair, self.name))
         bits = p.convert(half.bits("s16"), "s32")
-        if self.name == "f16":
-            return p.convert(half, "f32"), self.key(bits)
-        return p.join(p.var(0, "u16"), half, "f32"), self.key(bits)
+        x = p.convert(half, "f32") if self.name == "f16" else p.join(p.var(0, "u16"), half, "f32")
+        return x, self.key(bits)

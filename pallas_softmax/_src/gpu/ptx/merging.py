@@ -49,7 +49,7 @@ from jax import lax
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.interpreter import twin
-from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two
+from pallas_softmax._src.gpu.layout import Tile, list_length, log2, merged_tile, power_of_two, powers_below
 from pallas_softmax._src.gpu.ptx.elements import flip_negative_at_once
 from pallas_softmax._src.gpu.ptx.networks import LOWEST, best, sorted_bitonic
 from pallas_softmax._src.gpu.ptx.program import Program
@@ -205,8 +205,7 @@ def _complements(p: TileProgram, first_column: Value) -> list[Value]:
 def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: list[Value]) -> list[Value]:
     words: list[Value] = []
     for i, complement in enumerate(complements):
-        pair = p.operand(f"x{row}_{i}", "u32")
-        keys = flip_negative_at_once(p, pair, pair.bits("s16x2").sign(), _MAGNITUDES)
+        keys = flip_negative_at_once(p.operand(f"x{row}_{i}", "s16x2"), _MAGNITUDES)
         for half in (_LOWER_WORD, _UPPER_WORD):
             words.append(p.write("prmt.b32", "s32", keys, complement, half, of="b32"))
     words = words[: len(p.columns)]
@@ -217,13 +216,9 @@ def _packed_keys(p: TileProgram, row: int, first_column: Value, complements: lis
 def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     """Returns the best `size` words of a row, in the order of the lanes; each lane passes its list, in order.
 
-    pad the list of each lane with lowest words to a power of two
-    for run = 1, 2, ... lanes / 2:            two runs of `run` lanes, the second in the opposite order
-        exchange with lane ^ run, word i with word -1 - i. Each lane keeps
-            as many words as before, either the larger or the smaller ones; or
-            half as many, the larger ones
-        for bit of the lanes that hold a half: exchange with lane ^ bit, one lane keeps the larger words
-        sort the words of each lane, which are bitonic now
+    The list of each lane is padded with lowest words to a power of two. Pairs of runs of 1, 2, 4, ... lanes, the second
+    one in the opposite order, are merged in one of the three ways at the top of this file. The bitonic words that stay
+    are sorted by exchanges between the lanes that hold a half, and then within each lane.
 
     `run_bits` are the bits of a lane's number that give the position of its words in the run, the highest first.
     """
@@ -231,8 +226,7 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
     missing = power_of_two(len(words), 1) - len(words)
     held: list[Any] = [*words, *[None] * missing]  # None is the lowest word
     run_bits: list[int] = []
-    run = 1
-    while run < lanes:
+    for run in powers_below(lanes):
         # Whether the new run is the second of a pair, and so needs the opposite order.
         opposite = (p.lane & 2 * run).differs(0) if 2 * run < lanes else None
         half = len(held) // 2
@@ -251,7 +245,6 @@ def _best_of_row(p: TileProgram, words: list[Value], size: int) -> list[Value]:
             # If half of the words were kept, lanes of the second run still hold their words in the opposite order.
             held = _exchange(p, held, bit, opposite, mirrored=bit == run)
         held = sorted_bitonic(p, held)
-        run *= 2
     return _in_order_of_lanes(p, held, run_bits)
 
 
@@ -294,10 +287,8 @@ def _better_half(p: TileProgram, a: Sequence[Value], b: Sequence[Value], lanes: 
     """Merges two lists, each sorted over the `lanes` lanes of a row. Keeps the larger half of the words."""
     opposite = [p.shuffle(word, "bfly", lanes - 1) for word in b[::-1]]
     words = [p.max(word, other) for word, other in zip(a, opposite)]
-    flip = lanes // 2
-    while flip:
+    for flip in reversed(powers_below(lanes)):
         words = _exchange(p, words, flip, None, mirrored=False)
-        flip //= 2
     return sorted_bitonic(p, words)
 
 
@@ -360,9 +351,7 @@ def _wide_keys(p: TileProgram, row: int, count: int) -> list[Value]:
 
 
 def _near_ties(p: TileProgram, words: list[Value], count: int) -> Value:
-    """Returns a word with bit i set if words i and i + 1 nearly tie, for the first `count` pairs of neighbours of each
-    row.
-    """
+    """Returns a word: bit i is set if words i and i + 1 nearly tie. Only the first `count` pairs of a row count."""
     bits = p.var(0, "u32")
     first_of_next_lane = p.shuffle(words[0], "down", 1)
     remaining = (count - p.lane * len(words)).bits("s32")  # pairs to compare from this lane's first word on

@@ -16,9 +16,11 @@ If each measure is 1 and the goal is a rank, `find_rank` does all of this, with 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.gpu.ptx.values import Condition, Value
+
+BucketOf = Callable[[Value], tuple[Value, Value]]  # of a key: its bucket, and whether the key is in the range
 
 
 class KeyRange:
@@ -44,13 +46,12 @@ def narrow(
     p: CtaProgram,
     keys: KeyRange,
     buckets: int,
-    one_round: Callable[[Callable[[Value], tuple[Value, Value]]], Value],
+    one_round: Callable[[BucketOf], Value],
     stop: Callable[[], Condition] | None = None,
 ) -> None:
     """Narrows a range of keys to one key, or until stop(). The number of buckets of a round is a power of two.
 
     one_round(bucket_of) adds up the measures of the items in each bucket, and returns the bucket that reaches the goal.
-    bucket_of(key) returns a key's bucket, and whether the key is in the range.
     """
     with p.loop() as leave:
         leave(keys.extent.equals(0))
@@ -139,11 +140,7 @@ class Histogram:
 
 
 def find_rank(
-    histogram: Histogram,
-    keys: KeyRange,
-    rank: Value | int,
-    enough: Value | int,
-    count: Callable[[Callable[[Value], tuple[Value, Value]]], None],
+    histogram: Histogram, keys: KeyRange, rank: Value | int, enough: Value | int, count: Callable[[BucketOf], None]
 ) -> tuple[Value, Value]:
     """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
 
@@ -166,5 +163,5 @@ def find_rank(
         p.set(reach, p.select(total < left, 0, above + inside))
         return bucket
 
-    narrow(p, keys, histogram.each * p.warps * LANES, one_round, stop=lambda: reach <= enough)
+    narrow(p, keys, histogram.each * p.threads, one_round, stop=lambda: reach <= enough)
     return above, reach

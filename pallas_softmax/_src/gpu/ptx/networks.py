@@ -1,5 +1,6 @@
 """Sorting networks of values in registers: comparisons that a program writes one after the other."""
 
+from pallas_softmax._src.gpu.layout import powers_below
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.gpu.ptx.values import Value
 
@@ -29,13 +30,12 @@ def best(p: Program, words: list[Value], count: int, run: int = 1) -> list[Value
 
 def sorted_bitonic(p: Program, words: list[Value]) -> list[Value]:
     """Returns bitonic words in order, the largest first. Their number is a power of two."""
-    out, stride = list(words), len(words) // 2
-    while stride:
+    out = list(words)
+    for stride in reversed(powers_below(len(words))):
         for i in range(len(out)):
             if not i & stride:
                 a, b = out[i], out[i + stride]
                 out[i + stride], out[i] = p.min(a, b), p.max(a, b)
-        stride //= 2
     return out
 
 

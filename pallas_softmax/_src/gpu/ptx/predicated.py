@@ -54,8 +54,7 @@ def store_vector(pointer, register: ir.Value, offset, inside, *, step: int = 0) 
     registers = elements(vector.bitcast(words_type, register))
     names = [f"x{i}" for i in range(count)]
     writes = p.operand("inside", "u32").differs(0)
-    at, words = p.operand("at", "u64"), p.operands(kind, *names)
-    p.store(at, *words, offset=step * itemsize, when=writes)
+    p.store(p.operand("at", "u64"), *p.operands(kind, *names), offset=step * itemsize, when=writes)
     emit_access(p, pointer, offset, itemsize, inside, dict(zip(names, registers)), {})
 
 

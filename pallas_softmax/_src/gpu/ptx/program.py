@@ -92,7 +92,7 @@ class Program(Arithmetic):
             yield
 
     @contextlib.contextmanager
-    def repeat(self) -> Iterator[Callable[[Value], None]]:
+    def repeat(self) -> Iterator[Callable[..., None]]:
         """Opens a loop. again(condition), the last call in it, repeats the loop where the condition holds."""
         start = self._label("again")
         self += f"{start}:"
@@ -101,11 +101,9 @@ class Program(Arithmetic):
     @contextlib.contextmanager
     def loop(self) -> Iterator[Callable[..., None]]:
         """Opens an endless loop. leave(condition) ends it where the condition holds."""
-        start = self._label("again")
-        with self.block() as leave:
-            self += f"{start}:"
+        with self.repeat() as again, self.block() as leave:
             yield leave
-            self._jump(start)
+            again()
 
     @contextlib.contextmanager
     def each(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
@@ -131,13 +129,7 @@ class Program(Arithmetic):
         return out
 
     def load_into(
-        self,
-        registers: list[Value],
-        address: Value,
-        *,
-        offset: int = 0,
-        when: Condition = None,
-        space: str | None = None,
+        self, registers: list[Value], address: Value, *, offset: int = 0, when: Condition = None, space: str = ""
     ) -> None:
         """Loads neighbouring numbers into a power of two of registers, where `when` holds."""
         bits, space = BITS[registers[0].kind], space or _space(address)
@@ -146,9 +138,7 @@ class Program(Arithmetic):
             instruction = f"ld.{space}{vector}.b{bits}"
             self += f"{_if(when)}{instruction} {names}, {self._memory(instruction, address, offset + byte)};"
 
-    def store(
-        self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str | None = None
-    ) -> None:
+    def store(self, address: Value, *values: Any, offset: int = 0, when: Condition = None, space: str = "") -> None:
         """Writes neighbouring values, or 32-bit integers, to memory, up to 16 bytes at a time.
 
         The values have the same number of bits. Their kinds may differ, because memory has none.

@@ -102,16 +102,12 @@ class CandidateList:
     dtype: Any  # dtype of the logits
     vocab: int | None  # an exclusive upper bound of the indices, or None
 
-    @property
-    def threads(self) -> int:
-        return self.p.warps * LANES
-
     def at(self, entry: Value) -> Value:
         return self.p.at(self.address, entry, CANDIDATE_BYTES)
 
     def load(self, address: Value, turns: range) -> list[Value]:
         """Loads the entries that are so many times a CTA's threads after an address."""
-        stride = CANDIDATE_BYTES * self.threads
+        stride = CANDIDATE_BYTES * self.p.threads
         return [self.p.load(address, "u64", offset=stride * turn) for turn in turns]
 
     def put_winner(self, winner: Value, rank: Value, when: Condition = None) -> None:
@@ -141,14 +137,9 @@ class CandidateList:
         p.barrier()
 
     def _rank_by_counting(self) -> None:
-        """Ranks each candidate by counting the better ones:
-
-        for own = thread, thread + threads, ... below n:
-            rank = number of entries greater than entry `own`, among the first n rounded up to four   (empty ones are 0)
-            write entry `own` at its rank, if the rank is below k
-        """
+        """Ranks each candidate by counting the better ones, among the first n entries rounded up to four."""
         p, last = self.p, self.at(self.n)
-        with p.each(p.thread, self.n, self.threads) as own:
+        with p.each(p.thread, self.n, p.threads) as own:
             value = p.load(self.at(own), "u64")
             rank, at = p.var(0, "u32"), p.var(self.address)
             with p.repeat() as again:
@@ -174,7 +165,7 @@ class CandidateList:
         p = self.p
         own = self.at(p.thread)
         # The initial order is free. Loads of entries that are a CTA's threads apart have no bank conflicts.
-        values = self.load(own, range(self.capacity // self.threads))
+        values = self.load(own, range(self.capacity // p.threads))
         run = p.var(1, "u32")
 
         def set_values(new):  # complemented in odd runs
@@ -193,7 +184,7 @@ class CandidateList:
                 p.set(stride, stride >> 1)
                 next_stride(stride.differs(0))
             set_values(networks.sorted_bitonic(p, values))
-            next_run(run < self.threads)
+            next_run(run < p.threads)
         for i, value in enumerate(values):
             entry = p.thread * len(values) + i
             self.put_winner(value, entry, when=entry < self.n)
@@ -217,7 +208,7 @@ class CandidateList:
                 exchanged()
             p.barrier()
             for i, value in enumerate(values):
-                p.store(own, value, offset=CANDIDATE_BYTES * self.threads * i)
+                p.store(own, value, offset=CANDIDATE_BYTES * p.threads * i)
             p.barrier()
             partner = self.at(p.thread ^ stride)
             for i, value in enumerate(values):
@@ -228,7 +219,7 @@ class CandidateList:
     def _rank_by_buckets(self, otherwise: Callable[[Value], None]) -> None:
         """Jumps out by otherwise(condition) where a bucket has too many candidates, with the list unchanged."""
         p = self.p
-        each = self.capacity // self.threads
+        each = self.capacity // p.threads
         mine = p.at(self.buckets, p.thread, 4 * each)  # the thread's counters
         p.store(mine, *[0] * each)
         values, greatest, least = self._load_and_bracket(each)
@@ -258,10 +249,10 @@ class CandidateList:
         thread, n = p.thread.bits("s32"), self.n.bits("s32")
         with p.block() as leave:
             for first in range(0, each, _BATCH):
-                remaining = n - self.threads * first
+                remaining = n - p.threads * first
                 leave(remaining <= 0)
                 some = slice(first, min(first + _BATCH, each))
-                yield [thread < remaining - self.threads * i for i in range(some.stop - some.start)], some
+                yield [thread < remaining - p.threads * i for i in range(some.stop - some.start)], some
 
     def _load_and_bracket(self, each: int) -> tuple[list[Value], Value, Value]:
         p = self.p
@@ -274,8 +265,7 @@ class CandidateList:
                 _, key = p.split(value)
                 p.update(greatest, "max", key, when=has)
                 p.update(least, "min", key, when=has)
-        greatest_and_least = [p.over_lanes("max", greatest), p.over_lanes("min", least)]
-        greater, smaller = p.of_warps(greatest_and_least, self.sums, lane=0)
+        greater, smaller = p.of_warps(p.over_warp(("max", "min"), (greatest, least)), self.sums, lane=0)
         return values, p.reduce("max", greater), p.reduce("min", smaller)
 
     def _distances(self, greatest: Value, least: Value) -> tuple[Callable[[Value], Value], Value]:

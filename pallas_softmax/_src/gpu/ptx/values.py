@@ -16,9 +16,19 @@ from pallas_softmax._src.gpu.ptx.kinds import BITS, FLOATS, check_bits, number_t
 _SIGNS_OF_HALVES = 0xBB99
 
 
+def _operation(op: str) -> Callable[["Value", Any], "Value"]:
+    """Returns a method of `Value`: an instruction of it and a number, or another value."""
+    return lambda self, other: self.program.op(op, self.kind, self, other)
+
+
 def _relation(name: str) -> Callable[["Value", Any], "Value"]:
     """Returns a method of `Value` that compares it with a number or another value."""
     return lambda self, other: self.program.compare(self, name, other)
+
+
+def _instruction(op: str, kind: str | None = None) -> Callable[..., "Value"]:
+    """Returns a method of `Arithmetic`: an instruction of operands of this kind; of the first one's kind if None."""
+    return lambda self, a, *others: self.op(op, kind or a.kind, a, *others)
 
 
 class Value:
@@ -49,11 +59,9 @@ class Value:
         check_bits(f"bits of {self.kind}", BITS[self.kind], kind)
         return Value(self.program, self.name, kind)
 
-    def __add__(self, other: Any) -> "Value":
-        return self.program.op("add", self.kind, self, other)
-
-    def __sub__(self, other: Any) -> "Value":
-        return self.program.op("sub", self.kind, self, other)
+    __add__ = _operation("add")
+    __sub__ = _operation("sub")
+    __xor__ = _operation("xor")
 
     def __rsub__(self, other: Any) -> "Value":
         return self.program.op("sub", self.kind, other, self)
@@ -66,9 +74,6 @@ class Value:
 
     def __or__(self, other: Any) -> "Value":
         return self.program.and_or("or", self, other)
-
-    def __xor__(self, other: Any) -> "Value":
-        return self.program.op("xor", self.kind, self, other)
 
     def __invert__(self) -> "Value":
         if self.kind == "pred":  # no instruction: most accept a negated condition; see `Arithmetic.text_of`
@@ -173,27 +178,18 @@ class Arithmetic:
         out.comparison = len(self.lines), relation, x, y
         return out
 
-    def min(self, a: Value, b: Any) -> Value:
-        """Returns the smaller number; if one is NaN, the other."""
-        return self.op("min", a.kind, a, b)
-
-    def max(self, a: Value, b: Any) -> Value:
-        """Returns the larger number; if one is NaN, the other."""
-        return self.op("max", a.kind, a, b)
+    min = _instruction("min")  # of a NaN and a number: the number
+    max = _instruction("max")  # of a NaN and a number: the number
+    absolute = _instruction("abs")
+    multiply_high = _instruction("mul.hi")
+    divide = _instruction("div.full", "f32")  # accurate to two units in the last place
+    divide_exactly = _instruction("div.rn", "f32")
+    exp2 = _instruction("ex2.approx.ftz", "f32")
+    log2 = _instruction("lg2.approx.ftz", "f32")  # accurate to 2^-22: inexact near 1, where the logarithm is 0
 
     def multiply_add(self, a: Value, b: Any, c: Any) -> Value:
         """Returns a * b + c; floats are rounded only once."""
         return self.op("fma.rn" if a.kind == "f32" else "mad.lo", a.kind, a, b, c)
-
-    def multiply_high(self, a: Value, b: Value) -> Value:
-        return self.op("mul.hi", a.kind, a, b)
-
-    def divide(self, a: Value, b: Any) -> Value:
-        """Returns a / b of floats, accurate to two units in the last place."""
-        return self.op("div.full", "f32", a, b)
-
-    def divide_exactly(self, a: Value, b: Any) -> Value:
-        return self.op("div.rn", "f32", a, b)
 
     def multiply_wide(self, a: Value, b: int) -> Value:
         return self.write("mul.wide.u32", "u64", a, b, of="u32")
@@ -216,16 +212,6 @@ class Arithmetic:
         kind = kind or next(v.kind for v in (a, b) if isinstance(v, Value))
         typed, operand = kind if kind == "f32" else untyped(kind), operand_of("selp", kind)
         return self.write(f"selp.{typed}", kind, a, b, condition, of=(operand, operand, "pred"))
-
-    def exp2(self, x: Value) -> Value:
-        return self.op("ex2.approx.ftz", "f32", x)
-
-    def log2(self, x: Value) -> Value:
-        """Returns the logarithm to base 2, accurate to 2^-22. That is inexact near 1, where the logarithm is 0."""
-        return self.op("lg2.approx.ftz", "f32", x)
-
-    def absolute(self, x: Value) -> Value:
-        return self.op("abs", x.kind, x)
 
     def convert(self, x: Value, kind: str, to_integer: str = "rzi") -> Value:
         """Returns the number in another kind. A conversion to a float gives the nearest float.
@@ -258,8 +244,7 @@ class Arithmetic:
     def count_ones(self, x: Value) -> Value:
         return self.write("popc.b32", "u32", x, of="b32")
 
-    def highest_bit(self, x: Value) -> Value:
-        return self.write("bfind.u32", "u32", x)
+    highest_bit = _instruction("bfind", "u32")
 
     def lowest_bit(self, x: Value) -> Value:
         """Returns the number of the lowest bit that is 1; 32 if x is 0."""
