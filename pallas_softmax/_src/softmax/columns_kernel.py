@@ -27,21 +27,22 @@ from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import tile_kernel
 from pallas_softmax._src.softmax.columns_plan import Strips
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Job
+from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.softmax.segment import Refs
 
 # --- Long columns, in shared memory -------------------------------------------------------------------
 
 
-def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch) -> None:
+def compute_strips(job: Job, x_gmem, *out_gmem, **scratch) -> None:
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
 
     `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
     soon as its step is written. If the results are numbers per column, the slot is free once its step is reduced.
     """
-    cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
-    lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
-    if plan.turns > 1:
+    cta = _StripsOfCta(job, Refs(x_gmem, out_gmem, **scratch))
+    lax.fori_loop(0, cta.plan.slots, lambda number, _: cta.load(number), None)
+    if cta.plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
     else:
         _compute_strip(cta, jnp.int32(0))
@@ -64,33 +65,31 @@ def _compute_strip(cta: "_StripsOfCta", turn) -> None:
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def launch(
-    formula: Formula, arrays: list[jax.Array], plan: Tile | Strips, *, name: str, approximate: bool
-) -> list[jax.Array]:
-    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
+def launch(job: Job) -> list[jax.Array]:
+    """Computes the formula along the middle axis of the arrays (outer, vocab, inner), by a `Tile` or `Strips`.
 
     Returns one array of all elements, of the last array's dtype; or per-column outputs (outer, 1, inner).
     """
+    formula, plan, shape = job.formula, job.plan, job.arrays[0].shape
     if isinstance(plan, Tile):
-        return tile_kernel.launch(formula, arrays, plan, name=name, approximate=approximate)
-    outer, _, inner = arrays[0].shape
+        return tile_kernel.launch(job)
     scratch: dict[str, Any] = {
-        "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
-        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
+        "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in job.arrays],
+        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(job.arrays),
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return gpu_kernel(
-        functools.partial(compute_strips, formula, plan),
-        grid={"team": _strips_and_teams(plan, arrays[0].shape)[1], "part": plan.count},
+        functools.partial(compute_strips, job),
+        grid={"team": _strips_and_teams(plan, shape)[1], "part": plan.count},
         cluster=plan.count,
-        out_type=formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
+        out_type=formula.out_type(shape, (shape[0], 1, shape[2]), job.dtype),
         scratch_types=scratch,
-        name=name,
-        approximate=approximate,
-    )(arrays)
+        name=job.name,
+        approximate=approximate(job.dtype),
+    )(job.arrays)
 
 
 def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -105,9 +104,10 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
 class _StripsOfCta:
     """One CTA and its part of each strip of its cluster. Step numbers run on from one strip to the next."""
 
-    def __init__(self, formula: Formula, plan: Strips, refs: Refs):
-        self.formula, self.plan, self.refs = formula, plan, refs
-        shape = refs.x_gmem[0].shape
+    def __init__(self, job: Job, refs: Refs):
+        self.formula, self.refs = job.formula, refs
+        self.plan: Strips = job.plan
+        plan, shape = self.plan, refs.x_gmem[0].shape
         # The cluster takes strips team, team + teams, and so on: `turns` of them.
         strips, self.teams = _strips_and_teams(plan, shape)
         self.team = lax.axis_index("team")

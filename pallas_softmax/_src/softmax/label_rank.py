@@ -105,7 +105,7 @@ def _sum_of_counted(segment: Any, start, numbers):
     """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
     walk = segment.walk
     left = segment.held - start
-    if walk.length % walk.block_size or segment.job.parts.overlaps:
+    if walk.length % walk.block_size or segment.parts.overlaps:
         numbers = jnp.where(blocks.positions(walk.vec) < left, numbers, 0.0)
     if segment.job.mask is not None:
         keep = segment.load_mask(segment.body_start + start, left, walk.vec)

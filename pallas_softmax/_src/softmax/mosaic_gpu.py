@@ -17,8 +17,8 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax import columns_kernel, rows_kernel
 from pallas_softmax._src.softmax.columns_plan import plan_columns
-from pallas_softmax._src.softmax.formulas import FORMULAS
-from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
+from pallas_softmax._src.softmax.formulas import FORMULAS, Job
+from pallas_softmax._src.softmax.plan import Parts, plan_softmax
 
 
 class Columns(NamedTuple):
@@ -59,18 +59,15 @@ def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: t
     """
     arrays = [*jax.tree.leaves(x), *dy]
     shape = arrays[0].shape
-    keywords: dict[str, Any] = {
-        "name": name if name.endswith("grad") else f"{name}_forward",
-        "approximate": approximate(arrays[-1].dtype),
-    }
+    kernel_name = name if name.endswith("grad") else f"{name}_forward"
     if isinstance(plan, Columns):
         per_row = [1 if a in axes else size for a, size in enumerate(shape)]
         viewed = [a.reshape(plan.view) for a in arrays]
-        results = columns_kernel.launch(FORMULAS[name], viewed, plan.plan, **keywords)
+        results = columns_kernel.launch(Job(FORMULAS[name], viewed, plan.plan, kernel_name))
         results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
     else:
         folded, mask, unfold = fold(arrays, where, axes)
-        results = map(unfold, rows_kernel.launch(FORMULAS[name], folded, mask, plan, **keywords))
+        results = map(unfold, rows_kernel.launch(Job(FORMULAS[name], folded, plan, kernel_name, mask)))
     first, *normalizer = results
     return (first, Normalizer(*normalizer)) if normalizer else first
 

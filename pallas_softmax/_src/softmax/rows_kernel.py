@@ -22,13 +22,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.kernel import gpu_kernel, part_place
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import label_rank, states_ptx, tile_kernel
-from pallas_softmax._src.softmax.formulas import SUM, Formula, Label
-from pallas_softmax._src.softmax.plan import Parts
-from pallas_softmax._src.softmax.segment import Job, Refs, Segment, merged_row, wait_for_peers
+from pallas_softmax._src.softmax.formulas import SUM, Job
+from pallas_softmax._src.softmax.plan import Parts, approximate
+from pallas_softmax._src.softmax.segment import Refs, Segment, merged_row, wait_for_peers
 
 # --- Long rows, in one launch --------------------------------------------------------------------------
 
@@ -40,12 +39,13 @@ def compute_row(job: Job, refs: Refs) -> None:
 
 def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Callable[[Any], Segment]:
     """Starts to load the segments of this CTA. Returns the function number -> segment."""
-    parts = job.parts
+    parts: Parts = job.plan
+    place_of = functools.partial(
+        part_place, parts.cut, refs.x_gmem[0].shape, rows=job.rows, backwards=backwards, per_cta=parts.per_cta
+    )
 
     def segment_of(number) -> Segment:
-        place = part_place(
-            parts.cut, job.view, rows=job.rows, backwards=backwards, per_cta=parts.per_cta, number=number
-        )
+        place = place_of(number=number)
         return Segment(job, refs, place, number * parts.walk.steps, smem_start=number * parts.length)
 
     if parts.per_cta > 1:
@@ -66,18 +66,18 @@ def _for_each(count: int, do: Callable[[Any], None]) -> None:
 
 def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segment]) -> None:
     """Reduces the segments segment_of(number) while they are loaded, and merges and writes the row."""
-    each = functools.partial(_for_each, job.parts.per_cta)
+    each = functools.partial(_for_each, job.plan.per_cta)
     each(lambda number: segment_of(number).reduce(number))  # step by step; waits until each has arrived
     formula = segment_of(0).formula
     total = merged_row(job, refs, formula.reduction)
-    if not job.parts.cluster:  # for a second launch, or for plain JAX
+    if not job.plan.cluster:  # for a second launch, or for plain JAX
         segment = segment_of(0)
         total = segment.located(_recounted(job, refs, segment_of, total)) if formula.locates else total
         segment.write_reduction(total)
     elif formula.value is not None:  # for example softmax: the elements, from shared memory
         # The last block of a segment may reach into the next segment, so the last segment is written first. (Masked
         # elements are stored while a segment is reduced, but then a CTA has one segment.)
-        each(lambda number: segment_of(job.parts.per_cta - 1 - number).write(total))
+        each(lambda number: segment_of(job.plan.per_cta - 1 - number).write(total))
     elif formula.locates:
         _write_located(job, refs, segment_of, total)
     else:
@@ -87,7 +87,7 @@ def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segmen
 
 def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total) -> None:
     """Writes the constants of the row, in the CTA that has the segment with its largest element."""
-    parts, total = job.parts, _recounted(job, refs, segment_of, total)
+    parts, total = job.plan, _recounted(job, refs, segment_of, total)
     number = total.at.astype(jnp.int32) // parts.all_steps - segment_of(0).place.index
 
     @pl.when((number >= 0) & (number < parts.per_cta))
@@ -106,7 +106,7 @@ def _recounted(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total
 
     def recount():
         wait_for_peers(job, refs)
-        _for_each(job.parts.per_cta, count_again)
+        _for_each(job.plan.per_cta, count_again)
         return merged_row(job, refs, SUM)
 
     # All CTAs of a cluster take the same branch: their m has the same bits.
@@ -127,13 +127,13 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
     read again while the other steps are written.
     """
-    walk, slots = job.parts.walk, job.parts.slots or 0
+    slots, teams = job.plan.slots, job.plan.teams
     team = lax.axis_index("row")  # here the axis counts teams; a team takes rows team, team + teams, ...
-    turns = (job.rows - team + job.teams - 1) // job.teams
-    steps_of_row = walk.steps + job.parts.again
+    turns = (job.rows - team + teams - 1) // teams
+    steps_of_row = job.plan.walk.steps + job.plan.again
 
     def segment_of(turn) -> Segment:
-        place = part_place(job.parts.cut, job.view, rows=job.rows, row=team + turn * job.teams)
+        place = part_place(job.plan.cut, refs.x_gmem[0].shape, rows=job.rows, row=team + turn * teams)
         before = turn * steps_of_row
 
         def freed(i) -> None:
@@ -164,7 +164,7 @@ def write_segment(job: Job, refs: Refs) -> None:
     # In reverse, since the L2 cache still holds what the first launch read last.
     segment = _load(job, refs, backwards=True)(0)
     total = segment.combine_from_device_memory()
-    for i in range(job.parts.walk.steps):
+    for i in range(job.plan.walk.steps):
         segment.wait(i)
     segment.write_elements(total, read_mask=job.mask is not None)
 
@@ -172,49 +172,35 @@ def write_segment(job: Job, refs: Refs) -> None:
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def launch(
-    formula: Formula,
-    arrays: list[jax.Array],
-    mask: Mask | None,
-    plan: Tile | Parts,
-    scale: jax.Array | None = None,
-    label: Label | None = None,
-    *,
-    name: str,
-    approximate: bool,
-) -> list[jax.Array]:
-    """Computes a formula on the rows of the arrays (rows, vocab).
-
-    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula
-    that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
-    "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
+def launch(job: Job) -> list[jax.Array]:
+    """Computes the formula on the rows of the arrays (rows, vocab), by the plan: a `Tile` or `Parts`.
 
     Returns one array of all elements, of the last array's dtype, (rows, vocab) by a `Tile`, or in the shape of
-    `aligned_view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
+    `Parts.view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
     """
-    if isinstance(plan, Tile):
-        return tile_kernel.launch(formula, arrays, plan, mask, scale, label, name=name, approximate=approximate)
-    job = Job(formula, arrays, mask, plan, scale, label, approximate)
-    results = formula.out_type(job.view, (job.rows,), job.dtype)
-    if plan.cluster:
-        kernel = compute_row if plan.slots is None else compute_rows_in_turns
-        assert plan.slots is None or formula.value is not None  # slots are freed while elements are written
-        return _launch(job, kernel, name, results)
+    formula, parts = job.formula, job.plan
+    if isinstance(parts, Tile):
+        return tile_kernel.launch(job)
+    results = formula.out_type(parts.view(job.rows), (job.rows,), job.dtype)
+    if parts.cluster:
+        kernel = compute_row if parts.slots is None else compute_rows_in_turns
+        assert parts.slots is None or formula.value is not None  # slots are freed while elements are written
+        return _launch(job, kernel, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
-    of_segments = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, _launch(job, compute_row, f"{name}_reduce", of_segments))
+    of_segments = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, _launch(job, compute_row, of_segments, suffix="_reduce"))
     if formula.value is None:
-        reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
+        reduction = formula.scaled(None if job.scale is None else job.scale[:, None]).reduction
         totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
-        constants = formula.scaled(scale).constants(totals)
+        constants = formula.scaled(job.scale).constants(totals)
         return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
-    return _launch(job, write_segment, name, results, reductions)
+    return _launch(job, write_segment, results, reductions)
 
 
-def _launch(job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None) -> list[jax.Array]:
+def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=None, suffix="") -> list[jax.Array]:
     """Launches kernel(job, refs). `reductions` (rows, segments) are of the segments, if a launch before made them."""
-    parts = job.parts
+    parts: Parts = job.plan
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
         "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
@@ -222,23 +208,24 @@ def _launch(job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], r
     if reductions is None:
         words = states_ptx.words(job.formula.reduction.fields, parts.per_cta)
         scratch["records_smem"] = plgpu.SMEM((words,), jnp.float32)
-    if job.ctas > 1:
+    if parts.ctas > 1:
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
-        inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
-        kernel(job, Refs(x_gmem, out_gmem, reductions_gmem=reductions_gmem, **inputs, **scratch))
+    def body(x, mask, scale, label, reductions, *out, **scratch):
+        kernel(
+            job, Refs(x, out, **scratch, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions)
+        )
 
     return gpu_kernel(
         body,
-        grid={"row": job.teams, "part": parts.count},
-        cluster=job.ctas,
+        grid={"row": parts.teams or job.rows, "part": parts.count},
+        cluster=parts.ctas,
         out_type=out_type,
         scratch_types=scratch,
-        name=name,
-        approximate=job.approximate,
+        name=job.name + suffix,
+        approximate=approximate(job.dtype),
     )(
-        [a.reshape(job.view) for a in job.arrays],
+        [a.reshape(parts.view(job.rows)) for a in job.arrays],
         None if job.mask is None else job.mask.array,
         job.scale,
         job.label,

@@ -11,7 +11,6 @@
 A `Reduction` is the operator. The reduction of a segment or a row is its value, which `states_ptx` calls a state.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,56 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import PartPlace, number_of_row
-from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.softmax import label_rank, states_ptx
-from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
+from pallas_softmax._src.softmax.formulas import Job, Located, Reduction
 from pallas_softmax._src.softmax.plan import EDGE, Parts
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The arguments of `rows_kernel.launch` for long rows; `parts` is its plan."""
-
-    formula: Formula
-    arrays: list[jax.Array]
-    mask: Mask | None
-    parts: Parts
-    scale: jax.Array | None
-    label: Label | None
-    approximate: bool
-
-    @property
-    def rows(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def dtype(self) -> Any:  # of the output elements
-        return self.arrays[-1].dtype
-
-    @property
-    def view(self) -> tuple[int, ...]:
-        """The shape of the arrays and the result inside the kernels."""
-        return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
-
-    @property
-    def ctas(self) -> int:
-        """Number of CTAs that form a cluster, and merge the segments of a row in the kernel."""
-        return self.parts.count if self.parts.cluster else 1
-
-    @property
-    def teams(self) -> int:
-        """Number of teams. A team has the CTAs of a row, and takes one row or several in turns."""
-        return self.parts.teams or self.rows
 
 
 class Refs(NamedTuple):
     """The memory and barriers that a CTA uses."""
 
-    x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
+    x_gmem: list  # the input arrays, in the shape `Parts.view`; or (outer, vocab, inner) for columns
     out_gmem: tuple  # the results
     # For each array, the bodies of the CTA's segments, or slots. The memory of the last array also stages the output.
     x_smem: list
@@ -103,18 +64,19 @@ class Segment:
 
     def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before, *, smem_start=0, freed=None):
         self.job, self.refs, self.place = job, refs, place
-        self.walk, self.slots, self.again = job.parts.walk, job.parts.slots, job.parts.again
+        self.parts: Parts = job.plan
+        self.walk, self.slots, self.again = self.parts.walk, self.parts.slots, self.parts.again
         self.steps_before: Any = steps_before  # how many steps the CTA takes before these
         self.smem_start: Any = smem_start  # where the body is in shared memory, if each step has its own slot
         # Called as soon as the slot of step i may be filled again.
         self.freed: Callable[[Any], None] = freed or (lambda i: None)
-        self.body_start = job.parts.body_start(place.row, place.start)
+        self.body_start = self.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
         # Number of elements of the body that count here. The last ones of a shorter segment belong to the next one.
-        self.held = place.owned if job.parts.overlaps else job.parts.body
+        self.held = place.owned if self.parts.overlaps else self.parts.body
         # The number of the segment's first step in the row. The edges count as one more step.
-        self.first_step = place.index * job.parts.all_steps
+        self.first_step = place.index * self.parts.all_steps
 
     # --- The body in shared memory
 
@@ -192,11 +154,11 @@ class Segment:
     # --- Edges and mask
 
     def load_edges(self) -> None:
-        if not self.job.parts.has_edges:
+        if not self.parts.has_edges:
             return
-        place, last = self.place, self.job.parts.length - EDGE
+        place, last = self.place, self.parts.length - EDGE
         position = blocks.positions()
-        after_body = position + last >= self.body_start + self.job.parts.body
+        after_body = position + last >= self.body_start + self.parts.body
         for at, counted in ((0, position < self.body_start), (last, after_body & (position + last < place.owned))):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
@@ -235,7 +197,7 @@ class Segment:
         lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
             lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
-        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
+        masks = [self._load_body_mask(i) for i in range(self.parts.mask_steps_ahead)]
         lanes, _ = self._sweep(self._absorb_step, (lanes, masks))
         if self.edges:
             lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.walk.steps)
@@ -251,7 +213,7 @@ class Segment:
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body. `state` has the reduction of each lane, and the masks loaded for the next steps."""
         lanes, (mask_blocks, *next_masks) = state
-        formula, ahead = self.formula, self.job.parts.mask_steps_ahead
+        formula, ahead = self.formula, self.parts.mask_steps_ahead
         all_loaded = ahead == self.walk.steps
         # If all masks are loaded, the same one again keeps the length of the carry.
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
@@ -280,7 +242,7 @@ class Segment:
         walk, conditions = self.walk, []
         for start in range(0, size, walk.block_size):
             end, left = start + walk.block_size, self.held - i * walk.step_size - start
-            is_cut = end > size or (end == size and self.job.parts.overlaps)
+            is_cut = end > size or (end == size and self.parts.overlaps)
             conditions.append(blocks.positions(walk.vec) < left if is_cut else None)
         return conditions
 
@@ -320,7 +282,7 @@ class Segment:
 
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
-        reduction, count = self.formula.reduction, self.job.parts.count
+        reduction, count = self.formula.reduction, self.parts.count
 
         def load(first: int, gmem, empty):
             return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
@@ -419,20 +381,20 @@ def merged_row(job: Job, refs: Refs, reduction: Reduction):
     All CTAs of a cluster get the same bits. At the end they arrive at the cluster's barrier once more: they must call
     `wait_for_peers` before they exit or write other records.
     """
-    clustered = job.ctas > 1
-    if clustered:
+    ctas = job.plan.ctas
+    if ctas > 1:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
-    total = states_ptx.merged(reduction, refs.records_smem, job.ctas * job.parts.per_cta, job.ctas)
-    if clustered:
+    total = states_ptx.merged(reduction, refs.records_smem, ctas * job.plan.per_cta, ctas)
+    if ctas > 1:
         plgpu.barrier_arrive(refs.cluster_barrier)  # all threads have read: the total depends on each read
     return total
 
 
 def wait_for_peers(job: Job, refs: Refs) -> None:
     """Waits until all CTAs of the cluster have merged."""
-    if job.ctas > 1:
+    if job.plan.ctas > 1:
         plgpu.barrier_wait(refs.cluster_barrier)
 
 
