@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.temperatures import Temperature
@@ -94,6 +93,9 @@ class Scale(NamedTuple):
         """Whether the temperature is 0."""
         return self.factor == _LIMIT
 
+    def distance(self, x, m):
+        return (x * self.first - m * self.first) * self.factor * self.again
+
 
 _LIMIT = 2.0**100  # the factor at temperature 0
 
@@ -110,28 +112,24 @@ def scale_of(encoded) -> Scale:
     return Scale(jnp.where(is_huge, 0.25, 1.0), jnp.minimum(size, _LIMIT), jnp.where(is_tiny, _LIMIT, 1.0))
 
 
-def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
+def below(x, m, scale: "Scale | Temperature | None" = None):
     """Returns x - m, divided by the temperature."""
-    if isinstance(scale, Temperature):
-        return scale.distance(x, m)
-    if isinstance(scale, Scale):
-        return (x * scale.first - m * scale.first) * scale.factor * scale.again
-    return x - m if scale is None else (x - m) * scale
+    return x - m if scale is None else scale.distance(x, m)
 
 
-def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
+def distance(x: jax.Array, shift: jax.Array, scale: Scale | Temperature | None = None) -> jax.Array:
     """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
     return jnp.maximum(below(x, shift, scale), FAR)
 
 
-def combine(a: Sums, b: Sums, *, scale: "ArrayLike | Scale | None" = None) -> Sums:
+def combine(a: Sums, b: Sums, *, scale: Scale | None = None) -> Sums:
     """Returns a ⊕ b, as the public `online.combine` documents."""
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
 
 
-def _sums_from(part: Sums, shift: jax.Array, scale: Any = None) -> tuple[jax.Array, ...]:
+def _sums_from(part: Sums, shift: jax.Array, scale: Scale | Temperature | None = None) -> tuple[jax.Array, ...]:
     """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
     if isinstance(part, Moments):
         below = distance(part.m, shift, scale)
@@ -300,12 +298,9 @@ def tree(join: Callable, terms: Sequence[Any]) -> Any:
 
 
 def _exp_below(x, m, scale):
-    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
-    if scale is None or isinstance(scale, Temperature):
-        return jnp.exp(below(x, m, scale))
-    if isinstance(scale, Scale):
+    if isinstance(scale, Scale):  # GPUs compute 2^u. It needs one multiplication per element; exp would need two.
         return jnp.exp2(below(x, m, scale._replace(factor=scale.factor * LOG2_E)))
-    return jnp.exp2(below(x, m, scale * LOG2_E))
+    return jnp.exp(below(x, m, scale))
 
 
 # ---- The dtype of the arithmetic

@@ -212,9 +212,8 @@ def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=N
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
     def body(x, mask, scale, label, reductions, *out, **scratch):
-        kernel(
-            job, Refs(x, out, **scratch, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions)
-        )
+        refs = Refs(x, out, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions, **scratch)
+        kernel(job, refs)
 
     return gpu_kernel(
         body,
