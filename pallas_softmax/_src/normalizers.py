@@ -132,10 +132,12 @@ def combine(a: Sums, b: Sums, *, scale: Scale | None = None) -> Sums:
 def _sums_from(part: Sums, shift: jax.Array, scale: Scale | Temperature | None = None) -> tuple[jax.Array, ...]:
     """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
     if isinstance(part, Moments):
-        below = distance(part.m, shift, scale)
-        e = jnp.exp(below)
-        return part.d * e, (part.t + below * part.d) * e
-    return (part.d * _exp_below(part.m, shift, scale),)
+        u = distance(part.m, shift, scale)
+        e = jnp.exp(u)
+        return part.d * e, (part.t + u * part.d) * e
+    if isinstance(scale, Scale):  # in a kernel: GPUs compute powers of 2, so exp takes one multiplication more
+        return (part.d * jnp.exp2(below(part.m, shift, scale._replace(factor=scale.factor * LOG2_E))),)
+    return (part.d * jnp.exp(below(part.m, shift, scale)),)
 
 
 def log_of(normalizer: Normalizer | Moments) -> jax.Array:
@@ -295,12 +297,6 @@ def tree(join: Callable, terms: Sequence[Any]) -> Any:
         return terms[0]
     half = len(terms) // 2
     return join(tree(join, terms[:half]), tree(join, terms[half:]))
-
-
-def _exp_below(x, m, scale):
-    if isinstance(scale, Scale):  # GPUs compute 2^u. It needs one multiplication per element; exp would need two.
-        return jnp.exp2(below(x, m, scale._replace(factor=scale.factor * LOG2_E)))
-    return jnp.exp(below(x, m, scale))
 
 
 # ---- The dtype of the arithmetic

@@ -163,11 +163,9 @@ class _StripsOfCta:
     def reduce(self, first):
         """Returns the reduction of each column of the part, from step number `first` on."""
         tile, reduction = self.plan.block_tile, self.formula.reduction
-
-        def filled(number):
-            return laid_out(jnp.full(tile.shape, number, jnp.float32), tiles.layout(tile))
-
-        lanes = jax.tree.map(filled, reduction.empty)
+        lanes = jax.tree.map(
+            lambda number: laid_out(jnp.full(tile.shape, number, jnp.float32), tiles.layout(tile)), reduction.empty
+        )
         lanes = lax.fori_loop(0, self.plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
         return reduction.combine_lanes(lanes, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
 
@@ -200,12 +198,10 @@ class _StripsOfCta:
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
         tile = dataclasses.replace(plan.block_tile, rows=max(plan.block_tile.rows, plan.count))
-
-        def load_peer(smem, empty):
-            return tiles.load_from_ctas(smem, tile, plan.count, empty)
-
         reduction = self.formula.reduction
-        peers = jax.tree.map(load_peer, refs.sent_smem, reduction.empty)
+        peers = jax.tree.map(
+            lambda smem, empty: tiles.load_from_ctas(smem, tile, plan.count, empty), refs.sent_smem, reduction.empty
+        )
         total = reduction.combine_lanes(peers, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()

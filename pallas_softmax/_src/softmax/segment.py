@@ -188,11 +188,10 @@ class Segment:
     # --- Reduction
 
     def reduce(self, number) -> None:
-        """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA."""
-        states_ptx.write_record(self.formula.reduction, self._of_threads(), self.refs.records_smem, number)
+        """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA.
 
-    def _of_threads(self):
-        """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
+        Each thread adds its elements of each step when it arrives, then of the edges.
+        """
         reduction = self.formula.reduction
         lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
@@ -205,7 +204,7 @@ class Segment:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
         if self.formula.counts:
             lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
-        return lanes
+        states_ptx.write_record(reduction, lanes, self.refs.records_smem, number)
 
     def _edge_terms(self) -> list:
         return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
@@ -262,10 +261,8 @@ class Segment:
             at = (first + block) * walk.block_size
             x = blocks.load(x_smem.at[pl.ds(self.smem_start + at, walk.block_size)], walk.vec)
             left = self.held - at
-            mask = None
-            if self.job.mask is not None:
-                (mask,) = _as_conditions([self.load_mask(self.body_start + at, left, walk.vec)])
-            term = self._term([x.astype(jnp.float32)], mask, position < left)
+            keep = None if self.job.mask is None else self.load_mask(self.body_start + at, left, walk.vec) != 0
+            term = self._term([x.astype(jnp.float32)], keep, position < left)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
         found = [normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]

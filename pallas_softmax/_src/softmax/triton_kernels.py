@@ -40,10 +40,8 @@ def _load(a_ptr, b_ptr, mask_ptr, base, mask_base, col, inside, OP: tl.constexpr
 
 @triton.jit
 def _empty(N: tl.constexpr, OP: tl.constexpr):
-    if OP == "softmax_grad" or OP == "log_softmax_grad":
-        return tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    else:
-        return tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32)
+    m = 0.0 if OP == "softmax_grad" or OP == "log_softmax_grad" else float("-inf")
+    return tl.full([N], m, tl.float32), tl.zeros([N], tl.float32)
 
 
 @triton.jit
