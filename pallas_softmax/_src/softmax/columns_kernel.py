@@ -31,8 +31,6 @@ from pallas_softmax._src.softmax.formulas import Job
 from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.softmax.segment import Refs
 
-# --- Long columns, in shared memory -------------------------------------------------------------------
-
 
 def compute_strips(job: Job, x_gmem, *out_gmem, **scratch) -> None:
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.

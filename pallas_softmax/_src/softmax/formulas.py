@@ -107,15 +107,11 @@ class Formula(NamedTuple):
     masked_value: float = 0.0  # the output element where the mask is False
     # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     row_dtypes: tuple = ()
-    # The `Scale` of a row -> the formula with this temperature; None if it has none.
-    at_scale: "Callable[[Any], Formula] | None" = None
+    at_scale: Any = None  # the `Scale` of a row -> the formula with this temperature; None if it has none
 
     def scaled(self, scale) -> "Formula":
         """Returns the formula with the temperature of `normalizers.encoded_scale`, if there is one."""
-        if scale is None:
-            return self
-        assert self.at_scale is not None
-        return self.at_scale(normalizers.scale_of(scale))
+        return self if scale is None else self.at_scale(normalizers.scale_of(scale))
 
     @property
     def locates(self) -> bool:

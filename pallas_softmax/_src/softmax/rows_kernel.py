@@ -34,27 +34,19 @@ from pallas_softmax._src.softmax.segment import Refs, Segment, merged_row, wait_
 
 def compute_row(job: Job, refs: Refs) -> None:
     """The kernel: one CTA, or the CTAs of a cluster, compute a row; or each CTA computes the reduction of a segment."""
-    _reduce_merge_write(job, refs, _load(job, refs))
-
-
-def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Callable[[Any], Segment]:
-    """Starts to load the segments of this CTA. Returns the function number -> segment."""
     parts: Parts = job.plan
-    place_of = functools.partial(
-        part_place, parts.cut, refs.x_gmem[0].shape, rows=job.rows, backwards=backwards, per_cta=parts.per_cta
-    )
 
     def segment_of(number) -> Segment:
-        place = place_of(number=number)
+        place = part_place(parts.cut, refs.x_gmem[0].shape, rows=job.rows, per_cta=parts.per_cta, number=number)
         return Segment(job, refs, place, number * parts.walk.steps, smem_start=number * parts.length)
 
     if parts.per_cta > 1:
-        _for_each(parts.per_cta, lambda number: segment_of(number).start_copies())
-        return segment_of
-    segment = segment_of(0)
-    segment.start_copies()
-    segment.load_edges()
-    return lambda number: segment
+        _for_each(parts.per_cta, lambda number: segment_of(number).load())
+        _reduce_merge_write(job, refs, segment_of)
+    else:
+        segment = segment_of(0)
+        segment.load()
+        _reduce_merge_write(job, refs, lambda number: segment)
 
 
 def _for_each(count: int, do: Callable[[Any], None]) -> None:
@@ -135,11 +127,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     def segment_of(turn) -> Segment:
         place = part_place(job.plan.cut, refs.x_gmem[0].shape, rows=job.rows, row=team + turn * teams)
         before = turn * steps_of_row
-
-        def freed(i) -> None:
-            load_step(before + i + slots)
-
-        return Segment(job, refs, place, before, freed=freed)
+        return Segment(job, refs, place, before, freed=lambda i: load_step(before + i + slots))
 
     def load_step(number) -> None:
         """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
@@ -162,7 +150,8 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
 def write_segment(job: Job, refs: Refs) -> None:
     """The second kernel of two: merges the reductions of the row's segments, then writes the elements."""
     # In reverse, since the L2 cache still holds what the first launch read last.
-    segment = _load(job, refs, backwards=True)(0)
+    segment = Segment(job, refs, part_place(job.plan.cut, refs.x_gmem[0].shape, rows=job.rows, backwards=True))
+    segment.load()
     total = segment.combine_from_device_memory()
     for i in range(job.plan.walk.steps):
         segment.wait(i)
@@ -215,6 +204,8 @@ def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=N
         refs = Refs(x, out, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions, **scratch)
         kernel(job, refs)
 
+    arrays = [a.reshape(parts.view(job.rows)) for a in job.arrays]
+    mask = None if job.mask is None else job.mask.array
     return gpu_kernel(
         body,
         grid={"row": parts.teams or job.rows, "part": parts.count},
@@ -223,10 +214,4 @@ def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=N
         scratch_types=scratch,
         name=job.name + suffix,
         approximate=approximate(job.dtype),
-    )(
-        [a.reshape(parts.view(job.rows)) for a in job.arrays],
-        None if job.mask is None else job.mask.array,
-        job.scale,
-        job.label,
-        reductions,
-    )
+    )(arrays, mask, job.scale, job.label, reductions)

@@ -2,7 +2,7 @@
 
 `rows_kernel.py` calls these stages in their order. `plan.Parts` draws segments, and `gpu.layout.Walk` draws steps.
 
-    load      copy_in (the body, a step at a time), load_edges
+    load      load; or copy_in (a step of the body) and load_edges
     reduce    reduce: each thread reduces its own elements of the segment, and each warp writes its state to a record
     merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch, or for
@@ -62,7 +62,7 @@ class Segment:
         row 1, step 1 | ...
     """
 
-    def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before, *, smem_start=0, freed=None):
+    def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before=0, *, smem_start=0, freed=None):
         self.job, self.refs, self.place = job, refs, place
         self.parts: Parts = job.plan
         self.walk, self.slots, self.again = self.parts.walk, self.parts.slots, self.parts.again
@@ -110,9 +110,11 @@ class Segment:
             if walk.rest:
                 pl.when(i == walk.full_steps)(functools.partial(copy, walk.rest, *refs))
 
-    def start_copies(self) -> None:
+    def load(self) -> None:
+        """Starts to load the whole segment."""
         for i in range(self.walk.steps):
             self.copy_in(i)
+        self.load_edges()
 
     def wait(self, i) -> None:
         """Waits for the copies of step i."""
@@ -311,8 +313,7 @@ class Segment:
         if self.job.mask is None:
             write(read_mask=False)
             return
-        leaves = jax.tree.leaves(total)
-        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
+        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in jax.tree.leaves(total)))
         lax.cond(finite, lambda: write(read_mask=False), lambda: write(read_mask=True))
 
     def write_elements(self, total, *, read_mask: bool) -> None:

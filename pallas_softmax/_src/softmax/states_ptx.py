@@ -196,16 +196,13 @@ def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None)
 
 def shift(p: Program, scaled: bool, m: Value) -> Value:
     """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
-    return _in_range(p, scaled, p.select(m.equals(float("-inf")), 0.0, m))
-
-
-def _in_range(p: Program, scaled: bool, x: Value) -> Value:
-    return x * p.operand("first", "f32") if scaled else x
+    finite = p.select(m.equals(float("-inf")), 0.0, m)
+    return finite * p.operand("first", "f32") if scaled else finite
 
 
 def octaves(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
     """Returns (x <first> - shift) <a> <again>; unless `scaled`, (x - shift) <a>."""
-    u = _in_range(p, scaled, x) - shift
+    u = (x * p.operand("first", "f32") if scaled else x) - shift
     for factor in p.operands("f32", *(("a", "again") if scaled else ("a",))):
         u = u * factor
     return u

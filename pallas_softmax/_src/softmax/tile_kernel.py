@@ -94,15 +94,12 @@ def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
 def launch(job: Job) -> list[jax.Array]:
     """Runs the job with a `Tile`; see `rows_kernel.launch` and `columns_kernel.launch`."""
     tile, shape = job.plan, job.arrays[0].shape
-    if len(shape) == 2:
-        count, per_row = -(-shape[0] // tile.rows), (shape[0], 1)
-    else:
-        count, per_row = shape[0] * -(-shape[2] // tile.shape[1]), (shape[0], 1, shape[2])
+    count = -(-shape[0] // tile.rows) if len(shape) == 2 else shape[0] * -(-shape[2] // tile.shape[1])
     reserved = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
     return gpu_kernel(
         functools.partial(compute_tile, job),
         grid={"tile": count},
-        out_type=job.formula.out_type(shape, per_row, job.dtype),
+        out_type=job.formula.out_type(shape, (shape[0], 1, *shape[2:]), job.dtype),
         scratch_types=reserved,
         name=job.name,
         approximate=approximate(job.dtype),

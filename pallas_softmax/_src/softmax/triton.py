@@ -66,18 +66,16 @@ def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> ja
         "VECTOR": ACCESS_BYTES // x.dtype.itemsize,
     }
 
-    def launch_phase(normalizers, out, grid, *, reduce: bool, write: bool):
-        phase = {"REDUCE": reduce, "WRITE": write}
-        arrays = (*inputs, normalizers)
-        (result,) = launch(long_kernel, arrays, [out], grid, plan.warps, **constants, **phase)
+    def launch_phase(normalizers, out, grid, **phase: bool):
+        (result,) = launch(long_kernel, (*inputs, normalizers), [out], grid, plan.warps, **constants, **phase)
         return result
 
     if plan.parts == 1:  # x takes the place of the normalizers, which are not read
-        return launch_phase(x, out, (rows, 1), reduce=True, write=True)
+        return launch_phase(x, out, (rows, 1), REDUCE=True, WRITE=True)
     part_normalizers = jax.ShapeDtypeStruct((2, rows, plan.parts), jnp.float32)
-    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), reduce=True, write=False)
+    normalizers = launch_phase(x, part_normalizers, (rows, plan.parts), REDUCE=True, WRITE=False)
     writers = 1 if constants["OP"] == "logsumexp" else plan.parts
-    return launch_phase(normalizers, out, (rows, writers), reduce=False, write=True)
+    return launch_phase(normalizers, out, (rows, writers), REDUCE=False, WRITE=True)
 
 
 _NAMES = ("softmax", "log_softmax", "logsumexp", "softmax_grad", "log_softmax_grad")
