@@ -84,8 +84,7 @@ class _Row:
 
         def step(starts, x_blocks, state):
             for start, x in zip(starts, x_blocks, strict=True):
-                held = self.vocab - start
-                blocks.store_to_row(gmem, row=self.index, start=start, block=value(x), held=held)
+                blocks.store_to_row(gmem, row=self.index, start=start, held=self.vocab - start, block=value(x))
             return state
 
         self.sweep(step, jnp.int32(0))

@@ -56,8 +56,7 @@ class Moments(NamedTuple):
     """A normalizer extended for the entropy, which is log(d) - t / d: neither term cancels in a peaked row.
 
     Attributes:
-      m: maximum of the logits, as in `Normalizer`.
-      d: sum of exp(x - m), as in `Normalizer`.
+      m, d: as in `Normalizer`.
       t: sum of (x - m) exp(x - m) over the set. A logit of -inf adds 0. NaN where d is NaN.
     """
 
@@ -226,8 +225,8 @@ def combine_lanes(
     lane: Sums,
     axis: int | None = None,
     broadcast: Callable | None = None,
-    scale: Any = None,
-    m: jax.Array | None = None,
+    scale=None,
+    m=None,
     total: Callable = jnp.sum,
 ) -> Sums:
     """Merges the normalizers of the lanes of a kernel: all to scalars, or along an axis.

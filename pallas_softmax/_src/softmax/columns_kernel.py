@@ -35,8 +35,7 @@ from pallas_softmax._src.softmax.segment import Refs
 def compute_strips(job: Job, x_gmem, *out_gmem, **scratch) -> None:
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
 
-    `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
-    soon as its step is written. If the results are numbers per column, the slot is free once its step is reduced.
+    `columns_plan.Strips` draws strips, parts, steps and slots.
     """
     cta = _StripsOfCta(job, Refs(x_gmem, out_gmem, **scratch))
     lax.fori_loop(0, cta.plan.slots, lambda number, _: cta.load(number), None)
@@ -174,13 +173,10 @@ class _StripsOfCta:
             plgpu.barrier_wait(arrived.at[lax.rem(number, plan.slots)])
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
-            line = lax.broadcasted_iota(jnp.int32, plan.block_tile.shape, 0)
-            line = laid_out(line, tiles.layout(plan.block_tile))
+            tile, neutral = plan.block_tile, formula.reduction.neutral
+            line = laid_out(lax.broadcasted_iota(jnp.int32, tile.shape, 0), tiles.layout(tile))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
-            terms = [
-                jnp.where(line < held - i * plan.block_tile.rows, term, formula.reduction.neutral)
-                for i, term in enumerate(terms)
-            ]
+            terms = [jnp.where(line < held - i * tile.rows, term, neutral) for i, term in enumerate(terms)]
         lanes = formula.reduction.add(lanes, terms, number)
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot

@@ -94,8 +94,8 @@ class Strips:
                    step 1    |           |           |           |
                    step 2    |           |           |           |      its last lines may be out of bounds
 
-    If columns are written, each step has its own slot. If they are only read, a few slots are enough: the steps take
-    them in a circle.
+    If columns are written, each step has its own slot. If they are only read, a few slots are enough: once a step is
+    reduced, a later one takes its slot.
 
     If a CTA fills its multiprocessor, its cluster takes several strips in turns. The steps of all strips go through
     the same slots: once a step is written, its slot is filled with the next step. With three slots and three steps:

@@ -163,7 +163,7 @@ def comes_before(key, column, label: Label):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a kernel computes: a formula on arrays of one shape, (rows, vocab), or (outer, vocab, inner) for columns."""
+    """A formula to compute on arrays of one shape: (rows, vocab), or for columns (outer, vocab, inner)."""
 
     formula: Formula
     arrays: list[jax.Array]

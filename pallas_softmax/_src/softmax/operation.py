@@ -20,7 +20,6 @@ def _triton() -> dict[str, Kernel]:
 
 _KERNELS = {"mosaic_gpu": _mosaic_gpu, "triton": _triton}
 
-
 LOGSUMEXP = RowOperation(
     name="logsumexp",
     arguments=(ROW, MASK),

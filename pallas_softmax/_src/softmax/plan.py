@@ -157,9 +157,8 @@ class Parts:
     # Number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
     # if each row has its own CTAs.
     teams: int | None = None
-    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the segment does not
-    # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
-    # `segment.Segment`. None if each row has its own CTAs.
+    # If rows are taken in turns, the number of steps that shared memory holds, also of the next row. With fewer
+    # slots than steps, the first steps are read twice; see `segment.Segment`.
     slots: int | None = None
     # Number of segments of a CTA; one with a mask, with edges, with turns, and in two launches.
     per_cta: int = 1

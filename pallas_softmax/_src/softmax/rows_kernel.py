@@ -93,12 +93,9 @@ def _recounted(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total
     if not segment_of(0).formula.counts:
         return total
 
-    def count_again(number):
-        states_ptx.write_record(SUM, label_rank.count_again(segment_of(number)), refs.records_smem, number)
-
     def recount():
         wait_for_peers(job, refs)
-        _for_each(job.plan.per_cta, count_again)
+        _for_each(job.plan.per_cta, lambda number: label_rank.count_again(segment_of(number), number))
         return merged_row(job, refs, SUM)
 
     # All CTAs of a cluster take the same branch: their m has the same bits.

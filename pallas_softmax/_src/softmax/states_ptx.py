@@ -196,8 +196,8 @@ def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None)
 
 def shift(p: Program, scaled: bool, m: Value) -> Value:
     """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
-    finite = p.select(m.equals(float("-inf")), 0.0, m)
-    return finite * p.operand("first", "f32") if scaled else finite
+    m = p.select(m.equals(float("-inf")), 0.0, m)
+    return m * p.operand("first", "f32") if scaled else m
 
 
 def octaves(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
