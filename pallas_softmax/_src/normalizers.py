@@ -2,9 +2,8 @@
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 
-This file defines ⊕ in plain jax.numpy: once for two normalizers (`combine`), and in forms that merge many at a time.
-Plain JAX, the JAX parts of the Mosaic GPU kernels, the exchange between devices, and the public `online` call these
-functions. Other languages restate ⊕; a change must be repeated there:
+This file defines ⊕ in jax.numpy, also for the JAX parts of the Mosaic GPU kernels: once for two normalizers
+(`combine`), and in forms that merge many at a time. Other languages restate ⊕; a change must be repeated there:
 
     inline PTX   softmax/states_ptx.py        the logits of a thread in token statistics; threads and segments of a row
                  topk/window_kernel.py        `_add_step`: the logits of a thread
@@ -159,9 +158,8 @@ def entropy(moments: Moments) -> jax.Array:
 def reduce(x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer) -> Sums:
     """Returns what the public `online.reduce` documents."""
     axes, x = tuple(axis % x.ndim for axis in axes), widen(x)
-    if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
-        return _reduce_directly(x, axes, of)
-    split = max(axes, key=lambda a: x.shape[a], default=None)
+    is_known = all(isinstance(n, int) for n in x.shape)  # not a symbolic shape of jax.export
+    split = max(axes, key=lambda a: x.shape[a], default=None) if is_known else None
     if split is None or x.shape[split] <= chunk:
         return _reduce_directly(x, axes, of)
 

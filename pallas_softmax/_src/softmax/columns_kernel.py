@@ -95,9 +95,6 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
     return strips, -(-strips // plan.turns)
 
 
-# --- The work of a CTA on strips ----------------------------------------------------------------------
-
-
 class _StripsOfCta:
     """One CTA and its part of each strip of its cluster. Step numbers run on from one strip to the next."""
 

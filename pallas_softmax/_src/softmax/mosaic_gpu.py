@@ -47,9 +47,8 @@ def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
 
 def slower(call: Call) -> str | None:
     """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
-    if call.inner != 1 and _plan_columns(call, target.capability()) is None:
-        return TRANSPOSED
-    return None
+    is_transposed = call.inner != 1 and _plan_columns(call, target.capability()) is None
+    return TRANSPOSED if is_transposed else None
 
 
 def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: tuple[int, ...]) -> Any:

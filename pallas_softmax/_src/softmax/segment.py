@@ -283,13 +283,11 @@ class Segment:
         """Merges the reductions of the row's segments, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.parts.count
 
-        def load(first: int, gmem, empty):
-            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
+        def load(first: int):
+            read = functools.partial(blocks.load_from_row, row=self.place.row, start=first, held=count - first)
+            return jax.tree.map(lambda gmem, empty: read(gmem, fill=empty), self.refs.reductions_gmem, reduction.empty)
 
-        lanes = [
-            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
-            for first in range(0, count, WARPGROUP)
-        ]
+        lanes = [load(first) for first in range(0, count, WARPGROUP)]
         return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results

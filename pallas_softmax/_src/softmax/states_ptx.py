@@ -202,10 +202,9 @@ def shift(p: Program, scaled: bool, m: Value) -> Value:
 
 def octaves(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
     """Returns (x <first> - shift) <a> <again>; unless `scaled`, (x - shift) <a>."""
-    u = (x * p.operand("first", "f32") if scaled else x) - shift
-    for factor in p.operands("f32", *(("a", "again") if scaled else ("a",))):
-        u = u * factor
-    return u
+    x = x * p.operand("first", "f32") if scaled else x
+    u = (x - shift) * p.operand("a", "f32")
+    return u * p.operand("again", "f32") if scaled else u
 
 
 def _distance(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
