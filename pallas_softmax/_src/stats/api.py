@@ -105,10 +105,10 @@ def token_stats(
     call = dataclasses.replace(call, dtype=floating.name)
     run = functools.partial(evaluate, choose_all(call, implementation, scaled=temperature is not None))
     stats = _of_integers(run, x, *arrays, mesh_axes=call.mesh_axes) if is_wide else run(x, *arrays)
-    stats = jax.tree.map(lambda a: a[..., 0], stats)
-    floats = stats.at_label - jnp.log(stats.moments.d), stats.entropy, stats.logsumexp
-    log_probs, entropy, logsumexp = map(differentiable_if_finite, floats)
-    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax, stats.rank)
+    log_probs = None if labels is None else stats.at_label - jnp.log(stats.moments.d)
+    floats = log_probs, stats.entropy, stats.logsumexp
+    log_probs, entropy, logsumexp = jax.tree.map(differentiable_if_finite, floats)
+    return jax.tree.map(lambda a: a[..., 0], TokenStats(log_probs, entropy, logsumexp, stats.argmax, stats.rank))
 
 
 def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *, mesh_axes) -> RowStats:
