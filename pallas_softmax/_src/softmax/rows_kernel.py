@@ -62,27 +62,27 @@ def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segmen
     each(lambda number: segment_of(number).reduce(number))  # step by step; waits until each has arrived
     formula = segment_of(0).formula
     total = merged_row(job, refs, formula.reduction)
+    if formula.counts:
+        total = _recounted(job, refs, segment_of, total)
     if not job.plan.cluster:  # for a second launch, or for plain JAX
         segment = segment_of(0)
-        total = segment.located(_recounted(job, refs, segment_of, total)) if formula.locates else total
-        segment.write_reduction(total)
+        segment.write_reduction(segment.located(total) if formula.locates else total)
     elif formula.value is not None:  # for example softmax: the elements, from shared memory
         # The last block of a segment may reach into the next segment, so the last segment is written first. (Masked
         # elements are stored while a segment is reduced, but then a CTA has one segment.)
         each(lambda number: segment_of(job.plan.per_cta - 1 - number).write(total))
     elif formula.locates:
-        _write_located(job, refs, segment_of, total)
+        _write_located(job, segment_of, total)
     else:
         segment_of(0).write_constants(total)  # for example logsumexp: numbers per row
     wait_for_peers(job, refs)  # a CTA must not exit, or write other records, before its peers have merged
 
 
-def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total) -> None:
+def _write_located(job: Job, segment_of: Callable[[Any], Segment], total) -> None:
     """Writes the constants of the row, in the CTA that has the segment with its largest element."""
-    parts, total = job.plan, _recounted(job, refs, segment_of, total)
-    number = total.at.astype(jnp.int32) // parts.all_steps - segment_of(0).place.index
+    number = total.at.astype(jnp.int32) // job.plan.all_steps - segment_of(0).place.index
 
-    @pl.when((number >= 0) & (number < parts.per_cta))
+    @pl.when((number >= 0) & (number < job.plan.per_cta))
     def write():
         segment = segment_of(number)
         segment.write_constants(segment.located(total))
@@ -90,8 +90,6 @@ def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], t
 
 def _recounted(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total):
     """Returns `total`. If its `before` may be wrong (`label_rank.is_inexact`), it is counted again."""
-    if not segment_of(0).formula.counts:
-        return total
 
     def recount():
         wait_for_peers(job, refs)
