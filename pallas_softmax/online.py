@@ -73,7 +73,7 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
                 _floats("combine", f"{name}.{field}", value)
-    return normalizers.combine(a, b, scale=None if scale is None else normalizers.Scale(1, scale, 1))
+    return normalizers.combine(a, b, scale=scale)
 
 
 def _floats(function: str, name: str, value) -> jax.Array:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from pallas_softmax._src import sort_keys
 from pallas_softmax._src.temperatures import Temperature
@@ -110,32 +111,36 @@ def scale_of(encoded) -> Scale:
     return Scale(jnp.where(is_huge, 0.25, 1.0), jnp.minimum(size, _LIMIT), jnp.where(is_tiny, _LIMIT, 1.0))
 
 
-def below(x, m, scale: "Scale | Temperature | None" = None):
+def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
     """Returns x - m, divided by the temperature."""
-    return x - m if scale is None else scale.distance(x, m)
+    if isinstance(scale, Scale | Temperature):
+        return scale.distance(x, m)
+    return x - m if scale is None else (x - m) * scale
 
 
-def distance(x: jax.Array, shift: jax.Array, scale: Scale | Temperature | None = None) -> jax.Array:
+def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
     """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
     return jnp.maximum(below(x, shift, scale), FAR)
 
 
-def combine(a: Sums, b: Sums, *, scale: Scale | None = None) -> Sums:
+def combine(a: Sums, b: Sums, *, scale: "ArrayLike | Scale | None" = None) -> Sums:
     """Returns a ⊕ b, as the public `online.combine` documents."""
     m = jnp.maximum(a.m, b.m)
     s = shift(m)
     return type(a)(m, *map(operator.add, _sums_from(a, s, scale), _sums_from(b, s, scale)))
 
 
-def _sums_from(part: Sums, shift: jax.Array, scale: Scale | Temperature | None = None) -> tuple[jax.Array, ...]:
+def _sums_from(part: Sums, shift: jax.Array, scale: Any = None) -> tuple[jax.Array, ...]:
     """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
     if isinstance(part, Moments):
         u = distance(part.m, shift, scale)
         e = jnp.exp(u)
         return part.d * e, (part.t + u * part.d) * e
-    if isinstance(scale, Scale):  # in a kernel: GPUs compute powers of 2, so exp takes one multiplication more
-        return (part.d * jnp.exp2(below(part.m, shift, scale._replace(factor=scale.factor * LOG2_E))),)
-    return (part.d * jnp.exp(below(part.m, shift, scale)),)
+    if scale is None or isinstance(scale, Temperature):
+        return (part.d * jnp.exp(below(part.m, shift, scale)),)
+    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
+    scale = scale._replace(factor=scale.factor * LOG2_E) if isinstance(scale, Scale) else scale * LOG2_E
+    return (part.d * jnp.exp2(below(part.m, shift, scale)),)
 
 
 def log_of(normalizer: Normalizer | Moments) -> jax.Array:

@@ -88,10 +88,10 @@ def merged(reduction: Any, records, segments: int, ctas: int) -> Any:
     return jax.tree.unflatten(jax.tree.structure(reduction.empty), leaves)
 
 
-def factors(scale: Scale | None) -> dict[str, Any]:
+def factors(scale: Any) -> dict[str, Any]:
     """Returns the operands with the product log2(e) / temperature; `scale` is 1 / temperature, and None is 1."""
-    if scale is None:
-        return {"a": LOG2_E}
+    if not isinstance(scale, Scale):
+        return {"a": LOG2_E if scale is None else scale * LOG2_E}
     return {"first": scale.first, "a": scale.factor * LOG2_E, "again": scale.again}
 
 
