@@ -177,8 +177,7 @@ def reduce(x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, o
     total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
     if not remainder:
         return total
-    rest = lax.slice_in_dim(x, chunks * chunk, None, axis=split)
-    return combine(total, _reduce_directly(rest, axes, of))
+    return combine(total, _reduce_directly(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes, of))
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...], of: type[Sums]) -> Sums:

@@ -222,8 +222,7 @@ class Segment:
         xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
         if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
-            kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
-            self._store(i, size, kept)
+            self._store(i, size, [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs])
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
         terms = [x for term in terms for x in blocks.split(term, self.walk.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)

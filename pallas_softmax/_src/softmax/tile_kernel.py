@@ -95,12 +95,11 @@ def launch(job: Job) -> list[jax.Array]:
     """Runs the job with a `Tile`; see `rows_kernel.launch` and `columns_kernel.launch`."""
     tile, shape = job.plan, job.arrays[0].shape
     count = -(-shape[0] // tile.rows) if len(shape) == 2 else shape[0] * -(-shape[2] // tile.shape[1])
-    reserved = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
     return gpu_kernel(
         functools.partial(compute_tile, job),
         grid={"tile": count},
         out_type=job.formula.out_type(shape, (shape[0], 1, *shape[2:]), job.dtype),
-        scratch_types=reserved,
+        scratch_types={"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else (),
         name=job.name,
         approximate=approximate(job.dtype),
     )(job.arrays, None if job.mask is None else job.mask.array, job.scale, job.label)
