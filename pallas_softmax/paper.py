@@ -21,8 +21,8 @@ Examples:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ class _Row:
 
         def body(i, state):
             starts = [(i * self.loads + j) * WARPGROUP for j in range(self.loads)]
-            load = functools.partial(blocks.load_from_row, self.gmem, row=self.index)
+            load = partial(blocks.load_from_row, self.gmem, row=self.index)
             x_blocks = [load(start=start, held=self.vocab - start, fill=-jnp.inf) for start in starts]
             return step(starts, x_blocks, state)
 
@@ -71,7 +71,7 @@ class _Row:
 
     def maximum(self):
         """Returns the maximum of the row: one access."""
-        lane = self.sweep(lambda _, x, m: functools.reduce(jnp.maximum, x, m), blocks.filled(-jnp.inf))
+        lane = self.sweep(lambda _, x, m: reduce(jnp.maximum, x, m), blocks.filled(-jnp.inf))
         return jnp.max(lane)
 
     def total(self, term):
@@ -84,8 +84,7 @@ class _Row:
 
         def step(starts, x_blocks, state):
             for start, x in zip(starts, x_blocks, strict=True):
-                held = self.vocab - start
-                blocks.store_to_row(gmem, row=self.index, start=start, block=value(x), held=held)
+                blocks.store_to_row(gmem, row=self.index, start=start, held=self.vocab - start, block=value(x))
             return state
 
         self.sweep(step, jnp.int32(0))
@@ -245,17 +244,17 @@ def _static_k(x, k) -> int:
 # --- The algorithms in jax.numpy ----------------------------------------------------------------------
 
 
-def _plain_naive(x):
-    e = jnp.exp(x)
-    return e / jnp.sum(e, -1, keepdims=True)
+def _naive_normalizer(x):
+    return 0, jnp.sum(jnp.exp(x), -1, keepdims=True)
 
 
-def _plain_safe(x):
-    return _plain_naive(x - jnp.max(x, -1, keepdims=True))
+def _safe_normalizer(x):
+    m = jnp.max(x, -1, keepdims=True)
+    return m, jnp.sum(jnp.exp(x - m), -1, keepdims=True)
 
 
-def _plain_online(x):
-    m, d = normalizers.reduce(x)
+def _plain_softmax(normalizer, x):
+    m, d = normalizer(x)
     return jnp.exp(x - m) / d
 
 
@@ -264,19 +263,11 @@ def _plain_topk(x, k):
 
 
 def _plain_safe_unfused(x, k):
-    return _plain_topk(lax.optimization_barrier(_plain_safe(x)), k)
+    return _plain_topk(lax.optimization_barrier(_plain_softmax(_safe_normalizer, x)), k)
 
 
-def _plain_safe_fused(x, k):
-    m = jnp.max(x, -1, keepdims=True)
-    return _plain_fused(x, k, m, jnp.sum(jnp.exp(x - m), -1, keepdims=True))
-
-
-def _plain_online_fused(x, k):
-    return _plain_fused(x, k, *normalizers.reduce(x))
-
-
-def _plain_fused(x, k, m, d):
+def _plain_fused(normalizer, x, k):
+    m, d = normalizer(x)
     logits, indices = lax.top_k(x, k)
     return Candidates(jnp.exp(logits - m) / d, indices)
 
@@ -302,17 +293,17 @@ class Algorithm:
 
 
 SOFTMAX = {
-    "naive": Algorithm("Naive Softmax", 3, functools.partial(_softmax, _naive), _plain_naive),
-    "safe": Algorithm("Safe Softmax", 4, functools.partial(_softmax, _safe), _plain_safe),
-    "online": Algorithm("Online Softmax", 3, functools.partial(_softmax, _online), _plain_online),
+    "naive": Algorithm("Naive Softmax", 3, partial(_softmax, _naive), partial(_plain_softmax, _naive_normalizer)),
+    "safe": Algorithm("Safe Softmax", 4, partial(_softmax, _safe), partial(_plain_softmax, _safe_normalizer)),
+    "online": Algorithm("Online Softmax", 3, partial(_softmax, _online), partial(_plain_softmax, normalizers.reduce)),
 }
 TOPK = {
-    "topk": Algorithm("TopK", 1, functools.partial(_winners, _topk), _plain_topk),
+    "topk": Algorithm("TopK", 1, partial(_winners, _topk), _plain_topk),
     "safe_unfused": Algorithm("Safe Softmax + TopK unfused", 5, _safe_unfused, _plain_safe_unfused),
     "safe_fused": Algorithm(
-        "Safe Softmax + TopK fused", 2, functools.partial(_winners, _safe_fused), _plain_safe_fused
+        "Safe Softmax + TopK fused", 2, partial(_winners, _safe_fused), partial(_plain_fused, _safe_normalizer)
     ),
     "online_fused": Algorithm(
-        "Online Softmax + TopK fused", 1, functools.partial(_winners, _online_fused), _plain_online_fused
+        "Online Softmax + TopK fused", 1, partial(_winners, _online_fused), partial(_plain_fused, normalizers.reduce)
     ),
 }

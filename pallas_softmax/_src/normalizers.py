@@ -2,9 +2,8 @@
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), section 3.
 
-This file defines ⊕ in plain jax.numpy: once for two normalizers (`combine`), and in forms that merge many at a time.
-Plain JAX, the JAX parts of the Mosaic GPU kernels, the exchange between devices, and the public `online` call these
-functions. Other languages restate ⊕; a change must be repeated there:
+This file defines ⊕ in jax.numpy, also for the JAX parts of the Mosaic GPU kernels: once for two normalizers
+(`combine`), and in forms that merge many at a time. Other languages restate ⊕; a change must be repeated there:
 
     inline PTX   softmax/states_ptx.py        the logits of a thread in token statistics; threads and segments of a row
                  topk/window_kernel.py        `_add_step`: the logits of a thread
@@ -57,8 +56,7 @@ class Moments(NamedTuple):
     """A normalizer extended for the entropy, which is log(d) - t / d: neither term cancels in a peaked row.
 
     Attributes:
-      m: maximum of the logits, as in `Normalizer`.
-      d: sum of exp(x - m), as in `Normalizer`.
+      m, d: as in `Normalizer`.
       t: sum of (x - m) exp(x - m) over the set. A logit of -inf adds 0. NaN where d is NaN.
     """
 
@@ -94,6 +92,9 @@ class Scale(NamedTuple):
         """Whether the temperature is 0."""
         return self.factor == _LIMIT
 
+    def distance(self, x, m):
+        return (x * self.first - m * self.first) * self.factor * self.again
+
 
 _LIMIT = 2.0**100  # the factor at temperature 0
 
@@ -112,10 +113,8 @@ def scale_of(encoded) -> Scale:
 
 def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
     """Returns x - m, divided by the temperature."""
-    if isinstance(scale, Temperature):
+    if isinstance(scale, Scale | Temperature):
         return scale.distance(x, m)
-    if isinstance(scale, Scale):
-        return (x * scale.first - m * scale.first) * scale.factor * scale.again
     return x - m if scale is None else (x - m) * scale
 
 
@@ -134,10 +133,14 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | Scale | None" = None) -> Su
 def _sums_from(part: Sums, shift: jax.Array, scale: Any = None) -> tuple[jax.Array, ...]:
     """Returns the sums of a set, d or (d, t), relative to `shift` instead of to its own m."""
     if isinstance(part, Moments):
-        below = distance(part.m, shift, scale)
-        e = jnp.exp(below)
-        return part.d * e, (part.t + below * part.d) * e
-    return (part.d * _exp_below(part.m, shift, scale),)
+        u = distance(part.m, shift, scale)
+        e = jnp.exp(u)
+        return part.d * e, (part.t + u * part.d) * e
+    if scale is None or isinstance(scale, Temperature):
+        return (part.d * jnp.exp(below(part.m, shift, scale)),)
+    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
+    scale = scale._replace(factor=scale.factor * LOG2_E) if isinstance(scale, Scale) else scale * LOG2_E
+    return (part.d * jnp.exp2(below(part.m, shift, scale)),)
 
 
 def log_of(normalizer: Normalizer | Moments) -> jax.Array:
@@ -160,9 +163,8 @@ def entropy(moments: Moments) -> jax.Array:
 def reduce(x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, of: type[Sums] = Normalizer) -> Sums:
     """Returns what the public `online.reduce` documents."""
     axes, x = tuple(axis % x.ndim for axis in axes), widen(x)
-    if not all(isinstance(n, int) for n in x.shape):  # a symbolic shape of jax.export
-        return _reduce_directly(x, axes, of)
-    split = max(axes, key=lambda a: x.shape[a], default=None)
+    is_known = all(isinstance(n, int) for n in x.shape)  # not a symbolic shape of jax.export
+    split = max(axes, key=lambda a: x.shape[a], default=None) if is_known else None
     if split is None or x.shape[split] <= chunk:
         return _reduce_directly(x, axes, of)
 
@@ -175,8 +177,7 @@ def reduce(x: jax.Array, axes: tuple[int, ...] = (-1,), *, chunk: int = CHUNK, o
     total = jax.tree.map(lambda f: lax.slice_in_dim(f, chunks - 1, chunks, axis=split), total)
     if not remainder:
         return total
-    rest = lax.slice_in_dim(x, chunks * chunk, None, axis=split)
-    return combine(total, _reduce_directly(rest, axes, of))
+    return combine(total, _reduce_directly(lax.slice_in_dim(x, chunks * chunk, None, axis=split), axes, of))
 
 
 def _reduce_directly(x: jax.Array, axes: tuple[int, ...], of: type[Sums]) -> Sums:
@@ -226,8 +227,8 @@ def combine_lanes(
     lane: Sums,
     axis: int | None = None,
     broadcast: Callable | None = None,
-    scale: Any = None,
-    m: jax.Array | None = None,
+    scale=None,
+    m=None,
     total: Callable = jnp.sum,
 ) -> Sums:
     """Merges the normalizers of the lanes of a kernel: all to scalars, or along an axis.
@@ -297,15 +298,6 @@ def tree(join: Callable, terms: Sequence[Any]) -> Any:
         return terms[0]
     half = len(terms) // 2
     return join(tree(join, terms[:half]), tree(join, terms[half:]))
-
-
-def _exp_below(x, m, scale):
-    # GPUs compute exponentials of base 2. exp2 needs one multiplication per element; exp would need two.
-    if scale is None or isinstance(scale, Temperature):
-        return jnp.exp(below(x, m, scale))
-    if isinstance(scale, Scale):
-        return jnp.exp2(below(x, m, scale._replace(factor=scale.factor * LOG2_E)))
-    return jnp.exp2(below(x, m, scale * LOG2_E))
 
 
 # ---- The dtype of the arithmetic

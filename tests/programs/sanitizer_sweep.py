@@ -74,10 +74,10 @@ TOPK_GRAD = [(4, 100, "float32", 5), (4, 127, "bfloat16", 40)]
 # without turns.
 COLUMNS = [
     (21, "float32", Tile(32, 8, 4, 1), TWO),
-    (127, "float32", Strips(127, 8, 4, 1, 64, 2, turns=2), oracle.OPERATIONS),
-    (300, "bfloat16", Strips(300, 8, 4, 2, 64, 3), TWO),
-    (300, "float32", Strips(300, 8, 4, 4, 64, 3, turns=2), TWO),
-    (300, "float32", Strips(300, 8, 4, 1, 64, 1), ("logsumexp",)),  # slots are used again
+    (127, "float32", Strips(127, 8, 1, 64, 2, turns=2), oracle.OPERATIONS),
+    (300, "bfloat16", Strips(300, 8, 2, 64, 3), TWO),
+    (300, "float32", Strips(300, 8, 4, 64, 3, turns=2), TWO),
+    (300, "float32", Strips(300, 8, 1, 64, 1), ("logsumexp",)),  # slots are used again
 ]
 
 # (rows, V, dtype, CTAs, warpgroups, masked) of sample. One CTA; a cluster with rows not aligned to 16 bytes.

@@ -77,12 +77,17 @@ COLUMN_TILES += [(Tile(1, 128, 1, 1), 1, BF16, FEW), (Tile(1024, 4, 4, 1), 1000,
 COLUMN_TILES += [(Tile(21, 128, 1, 3), 21, F32, ALL)]
 # (strips, dtype, rows). Steps that end with the array, and beyond it; a single step; strips that end with the columns.
 # With turns: slots for one strip, for more than one, and for all, where the last cluster takes fewer strips.
-COLUMN_STRIPS = [(Strips(129, 8, 4, 1, 64, 3), F32, EVEN), (Strips(129, 8, 4, 1, 64, 4, turns=3), BF16, EVEN)]
-COLUMN_STRIPS += [(Strips(1024, 8, 4, 1, 256, 4), F16, EVEN), (Strips(127, 16, 4, 1, 128, 1), BF16, EVEN)]
-COLUMN_STRIPS += [(Strips(1000, 8, 4, 1, 128, 8), F32, EVEN), (Strips(129, 8, 4, 1, 64, 3, turns=2), F32, EVEN)]
-COLUMN_STRIPS += [(Strips(1000, 8, 4, 1, 128, 16, turns=2), F16, EVEN)]
+COLUMN_STRIPS = [
+    (Strips(129, 8, 1, 64, 3), F32, EVEN),
+    (Strips(129, 8, 1, 64, 4, turns=3), BF16, EVEN),
+    (Strips(1024, 8, 1, 256, 4), F16, EVEN),
+    (Strips(127, 16, 1, 128, 1), BF16, EVEN),
+    (Strips(1000, 8, 1, 128, 8), F32, EVEN),
+    (Strips(129, 8, 1, 64, 3, turns=2), F32, EVEN),
+    (Strips(1000, 8, 1, 128, 16, turns=2), F16, EVEN),
+]
 # Columns that are only read, through fewer slots.
-READ_STRIPS = [(Strips(1000, 8, 4, 1, 128, 3), F32, EVEN), (Strips(1024, 8, 4, 1, 64, 1), F32, EVEN)]
+READ_STRIPS = [(Strips(1000, 8, 1, 128, 3), F32, EVEN), (Strips(1024, 8, 1, 64, 1), F32, EVEN)]
 # (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and segments that are not
 # aligned to 16 bytes; segments that overlap, or are all the same; single rows, or rows that together fill a multiple of
 # 16 bytes.

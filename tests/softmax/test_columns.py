@@ -94,25 +94,25 @@ def test_plans_fit_the_gpu(op, dtype):
 
 PLANS = [
     # A gradient reads two arrays; the shared memory of a cluster must hold the columns of both.
-    ("softmax_grad", (1, 4096, 4096), F32, Strips(4096, 32, 4, 16, 96, 3)),
-    ("softmax_grad", (1, 4096, 4096), BF16, Strips(4096, 64, 4, 16, 88, 3)),
-    ("softmax_grad", (1, 1000, 100000), F32, Strips(1000, 32, 4, 4, 96, 3)),
-    ("softmax_grad", (1, 12000, 8000), F32, Strips(12000, 32, 4, 16, 112, 7, turns=36)),
-    ("softmax_grad", (1, 12000, 8000), BF16, Strips(12000, 64, 4, 16, 112, 7, turns=18)),
-    ("softmax_grad", (1, 12000, 2000), F32, Strips(12000, 16, 4, 16, 192, 4)),
-    ("softmax_grad", (1, 25000, 4000), F32, Strips(25000, 16, 4, 16, 224, 7)),
-    ("softmax_grad", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
+    ("softmax_grad", (1, 4096, 4096), F32, Strips(4096, 32, 16, 96, 3)),
+    ("softmax_grad", (1, 4096, 4096), BF16, Strips(4096, 64, 16, 88, 3)),
+    ("softmax_grad", (1, 1000, 100000), F32, Strips(1000, 32, 4, 96, 3)),
+    ("softmax_grad", (1, 12000, 8000), F32, Strips(12000, 32, 16, 112, 7, turns=36)),
+    ("softmax_grad", (1, 12000, 8000), BF16, Strips(12000, 64, 16, 112, 7, turns=18)),
+    ("softmax_grad", (1, 12000, 2000), F32, Strips(12000, 16, 16, 192, 4)),
+    ("softmax_grad", (1, 25000, 4000), F32, Strips(25000, 16, 16, 224, 7)),
+    ("softmax_grad", (1, 25000, 4000), BF16, Strips(25000, 32, 16, 224, 7)),
     ("softmax_grad", (1, 27000, 4000), F32, None),
     # Tall columns take turns if a cluster has ten strips or more and its shared memory holds their parts.
-    ("softmax", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 15, turns=18)),
-    ("log_softmax", (1, 13312, 2048), F32, Strips(13312, 32, 4, 16, 112, 15, turns=10)),
-    ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 4, 16, 112, 7)),
-    ("softmax", (1, 25000, 2016), F32, Strips(25000, 16, 4, 16, 224, 7)),
-    ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 4, 16, 224, 7)),
-    ("softmax", (1, 25000, 8000), BF16, Strips(25000, 64, 4, 16, 112, 15, turns=18)),
-    ("softmax", (1, 14000, 8000), BF16, Strips(14000, 32, 4, 16, 224, 4)),
-    ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 4, 16, 224, 15)),
-    ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 4, 16, 112, 3)),
+    ("softmax", (1, 25000, 4000), F32, Strips(25000, 32, 16, 112, 15, turns=18)),
+    ("log_softmax", (1, 13312, 2048), F32, Strips(13312, 32, 16, 112, 15, turns=10)),
+    ("softmax", (1, 12544, 4000), F32, Strips(12544, 32, 16, 112, 7)),
+    ("softmax", (1, 25000, 2016), F32, Strips(25000, 16, 16, 224, 7)),
+    ("softmax", (1, 25000, 4000), BF16, Strips(25000, 32, 16, 224, 7)),
+    ("softmax", (1, 25000, 8000), BF16, Strips(25000, 64, 16, 112, 15, turns=18)),
+    ("softmax", (1, 14000, 8000), BF16, Strips(14000, 32, 16, 224, 4)),
+    ("softmax", (2, 50257, 768), F32, Strips(50257, 16, 16, 224, 15)),
+    ("logsumexp", (1, 25000, 4000), F32, Strips(25000, 32, 16, 112, 3)),
     # With lines of odd length, a thread takes several lines if registers suffice and all multiprocessors work.
     ("softmax", (8, 21, 262143), F32, Tile(21, 128, 1, 3)),
     ("softmax_grad", (8, 21, 262143), F32, Tile(21, 128, 1, 2)),
@@ -196,29 +196,37 @@ def test_columns_under_vmap_and_in_shards():
 
 # (plan, V, dtype, rows). Tiles with every number of lanes; clusters of every size. Strips end with the array, and
 # beyond it; the last CTA of a cluster has few lines, or none.
-ON_A_GPU = [(Tile(24, 32, 1, 1), 21, F32, ALL), (Tile(128, 8, 4, 1), 127, BF16, EVEN)]
-ON_A_GPU += [(Tile(8, 128, 4, 1), 8, F16, EVEN), (Tile(1024, 2, 4, 1), 1000, F32, EVEN)]
-ON_A_GPU += [(Strips(1000, 8, 4, 1, 128, 8), 1000, F32, EVEN), (Strips(1000, 8, 4, 2, 64, 8), 1000, BF16, EVEN)]
-ON_A_GPU += [(Strips(1024, 8, 4, 4, 256, 1), 1024, F16, EVEN), (Strips(5000, 8, 4, 8, 64, 10), 5000, F32, EVEN)]
-ON_A_GPU += [(Strips(25000, 8, 4, 16, 256, 7), 25000, F32, EVEN), (Strips(3000, 8, 4, 16, 256, 1), 3000, BF16, EVEN)]
-ON_A_GPU += [(Strips(1000, 64, 4, 16, 64, 1), 1000, BF16, EVEN * 5)]
-# strips in turns: slots for one strip, for more than one, and for all; the last cluster takes fewer strips
-ON_A_GPU += [(Strips(127, 8, 4, 1, 64, 2, turns=4), 127, F32, EVEN)]
-ON_A_GPU += [(Strips(1000, 8, 4, 2, 64, 11, turns=3), 1000, BF16, EVEN)]
-ON_A_GPU += [(Strips(3000, 8, 4, 16, 64, 9, turns=3), 3000, F32, EVEN), (Tile(24, 128, 1, 3), 21, F32, EVEN * 13)]
+ON_A_GPU = [
+    (Tile(24, 32, 1, 1), 21, F32, ALL),
+    (Tile(128, 8, 4, 1), 127, BF16, EVEN),
+    (Tile(8, 128, 4, 1), 8, F16, EVEN),
+    (Tile(1024, 2, 4, 1), 1000, F32, EVEN),
+    (Strips(1000, 8, 1, 128, 8), 1000, F32, EVEN),
+    (Strips(1000, 8, 2, 64, 8), 1000, BF16, EVEN),
+    (Strips(1024, 8, 4, 256, 1), 1024, F16, EVEN),
+    (Strips(5000, 8, 8, 64, 10), 5000, F32, EVEN),
+    (Strips(25000, 8, 16, 256, 7), 25000, F32, EVEN),
+    (Strips(3000, 8, 16, 256, 1), 3000, BF16, EVEN),
+    (Strips(1000, 64, 16, 64, 1), 1000, BF16, EVEN * 5),
+    # strips in turns: slots for one strip, for more than one, and for all; the last cluster takes fewer strips
+    (Strips(127, 8, 1, 64, 2, turns=4), 127, F32, EVEN),
+    (Strips(1000, 8, 2, 64, 11, turns=3), 1000, BF16, EVEN),
+    (Strips(3000, 8, 16, 64, 9, turns=3), 3000, F32, EVEN),
+    (Tile(24, 128, 1, 3), 21, F32, EVEN * 13),
+]
 
 
 GPU_CASES = [(name, *case) for name, case in pairs(oracle.OPERATIONS, ON_A_GPU)]
 # the slots of the one or two arrays fill a multiprocessor
 GPU_CASES += [
-    (op, Strips(v, width, 4, 16, 112, slots, turns=2), v, dtype, EVEN * 5)
+    (op, Strips(v, width, 16, 112, slots, turns=2), v, dtype, EVEN * 5)
     for op in oracle.OPERATIONS
     for v, slots in [(12000, 7) if op in oracle.BACKWARD else (25000, 15)]
     for dtype, width in [(F32, 32), (BF16, 64)]
 ]
 # columns that are only read use the same slots again
-GPU_CASES += [("logsumexp", Strips(5000, 8, 4, 8, 64, 3), 5000, F32, EVEN)]
-GPU_CASES += [("logsumexp", Strips(3000, 8, 4, 1, 64, 1), 3000, F32, EVEN)]
+GPU_CASES += [("logsumexp", Strips(5000, 8, 8, 64, 3), 5000, F32, EVEN)]
+GPU_CASES += [("logsumexp", Strips(3000, 8, 1, 64, 1), 3000, F32, EVEN)]
 
 
 @on_a_gpu
@@ -237,8 +245,8 @@ def test_more_clusters_than_fit_on_a_gpu():
     rng = np.random.default_rng(3)
     arrays = [jnp.asarray(rng.standard_normal((1, 4096, 4096)), F32) for _ in range(2)]
     chosen = kernels.plan_columns("softmax_grad", 1, 4096, 4096, F32)
-    turned = Strips(4096, 32, 4, 8, 64, 8, turns=5)
-    for plan in (Strips(4096, 16, 4, 8, 128, 4), Strips(4096, 32, 4, 8, 64, 8), turned, chosen):
+    turned = Strips(4096, 32, 8, 64, 8, turns=5)
+    for plan in (Strips(4096, 16, 8, 128, 4), Strips(4096, 32, 8, 64, 8), turned, chosen):
         run = jax.jit(functools.partial(kernels.columns_results, "softmax_grad", plan=plan, interpret=None))
         for _ in range(20):
             (dx,) = jax.block_until_ready(run(arrays))

@@ -27,21 +27,19 @@ from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import tile_kernel
 from pallas_softmax._src.softmax.columns_plan import Strips
-from pallas_softmax._src.softmax.formulas import Formula
+from pallas_softmax._src.softmax.formulas import Job
+from pallas_softmax._src.softmax.plan import approximate
 from pallas_softmax._src.softmax.segment import Refs
 
-# --- Long columns, in shared memory -------------------------------------------------------------------
 
-
-def compute_strips(formula: Formula, plan: Strips, x_gmem, *out_gmem, **scratch) -> None:
+def compute_strips(job: Job, x_gmem, *out_gmem, **scratch) -> None:
     """The kernel for long columns: a cluster takes one strip, or several in turns. A CTA takes its part of each.
 
-    `columns_plan.Strips` draws strips, parts, steps and slots. A slot takes a later step, perhaps of the next strip, as
-    soon as its step is written. If the results are numbers per column, the slot is free once its step is reduced.
+    `columns_plan.Strips` draws strips, parts, steps and slots.
     """
-    cta = _StripsOfCta(formula, plan, Refs(x_gmem, out_gmem, **scratch))
-    lax.fori_loop(0, plan.slots, lambda number, _: cta.load(number), None)
-    if plan.turns > 1:
+    cta = _StripsOfCta(job, Refs(x_gmem, out_gmem, **scratch))
+    lax.fori_loop(0, cta.plan.slots, lambda number, _: cta.load(number), None)
+    if cta.plan.turns > 1:
         lax.fori_loop(0, cta.turns, lambda turn, _: _compute_strip(cta, turn), None)
     else:
         _compute_strip(cta, jnp.int32(0))
@@ -64,33 +62,31 @@ def _compute_strip(cta: "_StripsOfCta", turn) -> None:
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def launch(
-    formula: Formula, arrays: list[jax.Array], plan: Tile | Strips, *, name: str, approximate: bool
-) -> list[jax.Array]:
-    """Computes a formula along the middle axis of the arrays (outer, vocab, inner); see `rows_kernel.launch`.
+def launch(job: Job) -> list[jax.Array]:
+    """Computes the formula along the middle axis of the arrays (outer, vocab, inner), by a `Tile` or `Strips`.
 
     Returns one array of all elements, of the last array's dtype; or per-column outputs (outer, 1, inner).
     """
+    formula, plan, shape = job.formula, job.plan, job.arrays[0].shape
     if isinstance(plan, Tile):
-        return tile_kernel.launch(formula, arrays, plan, name=name, approximate=approximate)
-    outer, _, inner = arrays[0].shape
+        return tile_kernel.launch(job)
     scratch: dict[str, Any] = {
-        "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in arrays],
-        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(arrays),
+        "x_smem": [plgpu.SMEM((plan.slots * plan.step_rows, plan.width), a.dtype) for a in job.arrays],
+        "arrived": [plgpu.Barrier(num_barriers=plan.slots)] * len(job.arrays),
     }
     if plan.count > 1:
         per_column = plgpu.SMEM((plan.width,), jnp.float32)
         scratch["sent_smem"] = jax.tree.map(lambda _: per_column, formula.reduction.empty)
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return gpu_kernel(
-        functools.partial(compute_strips, formula, plan),
-        grid={"team": _strips_and_teams(plan, arrays[0].shape)[1], "part": plan.count},
+        functools.partial(compute_strips, job),
+        grid={"team": _strips_and_teams(plan, shape)[1], "part": plan.count},
         cluster=plan.count,
-        out_type=formula.out_type(arrays[0].shape, (outer, 1, inner), arrays[-1].dtype),
+        out_type=formula.out_type(shape, (shape[0], 1, shape[2]), job.dtype),
         scratch_types=scratch,
-        name=name,
-        approximate=approximate,
-    )(arrays)
+        name=job.name,
+        approximate=approximate(job.dtype),
+    )(job.arrays)
 
 
 def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -99,15 +95,13 @@ def _strips_and_teams(plan: Strips, shape: tuple[int, ...]) -> tuple[int, int]:
     return strips, -(-strips // plan.turns)
 
 
-# --- The work of a CTA on strips ----------------------------------------------------------------------
-
-
 class _StripsOfCta:
     """One CTA and its part of each strip of its cluster. Step numbers run on from one strip to the next."""
 
-    def __init__(self, formula: Formula, plan: Strips, refs: Refs):
-        self.formula, self.plan, self.refs = formula, plan, refs
-        shape = refs.x_gmem[0].shape
+    def __init__(self, job: Job, refs: Refs):
+        self.formula, self.refs = job.formula, refs
+        self.plan: Strips = job.plan
+        plan, shape = self.plan, refs.x_gmem[0].shape
         # The cluster takes strips team, team + teams, and so on: `turns` of them.
         strips, self.teams = _strips_and_teams(plan, shape)
         self.team = lax.axis_index("team")
@@ -163,11 +157,9 @@ class _StripsOfCta:
     def reduce(self, first):
         """Returns the reduction of each column of the part, from step number `first` on."""
         tile, reduction = self.plan.block_tile, self.formula.reduction
-
-        def filled(number):
-            return laid_out(jnp.full(tile.shape, number, jnp.float32), tiles.layout(tile))
-
-        lanes = jax.tree.map(filled, reduction.empty)
+        lanes = jax.tree.map(
+            lambda number: laid_out(jnp.full(tile.shape, number, jnp.float32), tiles.layout(tile)), reduction.empty
+        )
         lanes = lax.fori_loop(0, self.plan.steps, lambda i, lanes: self._absorb(first + i, lanes), lanes)
         return reduction.combine_lanes(lanes, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
 
@@ -178,13 +170,10 @@ class _StripsOfCta:
             plgpu.barrier_wait(arrived.at[lax.rem(number, plan.slots)])
         terms = [formula.term(*x) for _, x in self._blocks(number)]
         if plan.lines_beyond:
-            line = lax.broadcasted_iota(jnp.int32, plan.block_tile.shape, 0)
-            line = laid_out(line, tiles.layout(plan.block_tile))
+            tile, neutral = plan.block_tile, formula.reduction.neutral
+            line = laid_out(lax.broadcasted_iota(jnp.int32, tile.shape, 0), tiles.layout(tile))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
-            terms = [
-                jnp.where(line < held - i * plan.block_tile.rows, term, formula.reduction.neutral)
-                for i, term in enumerate(terms)
-            ]
+            terms = [jnp.where(line < held - i * tile.rows, term, neutral) for i, term in enumerate(terms)]
         lanes = formula.reduction.add(lanes, terms, number)
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot
@@ -200,12 +189,10 @@ class _StripsOfCta:
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
         tile = dataclasses.replace(plan.block_tile, rows=max(plan.block_tile.rows, plan.count))
-
-        def load_peer(smem, empty):
-            return tiles.load_from_ctas(smem, tile, plan.count, empty)
-
         reduction = self.formula.reduction
-        peers = jax.tree.map(load_peer, refs.sent_smem, reduction.empty)
+        peers = jax.tree.map(
+            lambda smem, empty: tiles.load_from_ctas(smem, tile, plan.count, empty), refs.sent_smem, reduction.empty
+        )
         total = reduction.combine_lanes(peers, 0, functools.partial(tiles.broadcast, tile=tile, axis=1))
         # All reads from peers are complete here, since their values are merged. Peers may exit once this CTA arrives.
         plgpu.commit_smem()

@@ -94,8 +94,8 @@ class Strips:
                    step 1    |           |           |           |
                    step 2    |           |           |           |      its last lines may be out of bounds
 
-    If columns are written, each step has its own slot. If they are only read, a few slots are enough: the steps take
-    them in a circle.
+    If columns are written, each step has its own slot. If they are only read, a few slots are enough: once a step is
+    reduced, a later one takes its slot.
 
     If a CTA fills its multiprocessor, its cluster takes several strips in turns. The steps of all strips go through
     the same slots: once a step is written, its slot is filled with the next step. With three slots and three steps:
@@ -110,7 +110,6 @@ class Strips:
     # Number of columns of a strip, less than `inner`. A strip as wide as the array would be copied as one
     # contiguous run, and such a copy is not cut off where the array ends.
     width: int
-    vec: int  # number of elements of a thread in a line
     count: int
     step_rows: int
     slots: int  # number of steps that shared memory holds
@@ -119,8 +118,8 @@ class Strips:
     @property
     def block_tile(self) -> Tile:
         """The lines that a CTA holds at a time, one vector per thread."""
-        lanes = self.width // self.vec
-        return Tile(hardware.WARPGROUP // lanes, lanes, self.vec, 1)
+        lanes = self.width // VEC
+        return Tile(hardware.WARPGROUP // lanes, lanes, VEC, 1)
 
     @property
     def steps(self) -> int:
@@ -218,5 +217,5 @@ def _strips(outer: int, vocab: int, inner: int, strip_bytes: int, itemsize: int,
     part = -(-vocab // count)
     steps = max(-(-part * strip_bytes // STEP_BYTES), -(-part // STEP_ROWS))
     step_rows = -(-part // (steps * block_rows)) * block_rows
-    plan = Strips(vocab, width, VEC, count, step_rows, slots=1)
+    plan = Strips(vocab, width, count, step_rows, slots=1)
     return dataclasses.replace(plan, slots=plan.steps)

@@ -1,5 +1,6 @@
 """The math of the softmax kernels, in jax.numpy on float32 numbers: how rows are reduced, and what outputs follow."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.normalizers import Moments, Normalizer, log_of_sum, shift
 from pallas_softmax._src.softmax.states_ptx import add_logits
 
@@ -105,15 +107,11 @@ class Formula(NamedTuple):
     masked_value: float = 0.0  # the output element where the mask is False
     # The dtypes of the constants, if they are the outputs; None stands for the dtype of the elements.
     row_dtypes: tuple = ()
-    # The `Scale` of a row -> the formula with this temperature; None if it has none.
-    at_scale: "Callable[[Any], Formula] | None" = None
+    at_scale: Any = None  # the `Scale` of a row -> the formula with this temperature; None if it has none
 
     def scaled(self, scale) -> "Formula":
         """Returns the formula with the temperature of `normalizers.encoded_scale`, if there is one."""
-        if scale is None:
-            return self
-        assert self.at_scale is not None
-        return self.at_scale(normalizers.scale_of(scale))
+        return self if scale is None else self.at_scale(normalizers.scale_of(scale))
 
     @property
     def locates(self) -> bool:
@@ -161,6 +159,27 @@ class Label(NamedTuple):
 def comes_before(key, column, label: Label):
     """Returns 1 where an element with this sort key comes before the label in the order of top-k, else 0."""
     return jnp.where(key > jnp.where(column < label.column, label.key - 1, label.key), 1.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A formula to compute on arrays of one shape: (rows, vocab), or for columns (outer, vocab, inner)."""
+
+    formula: Formula
+    arrays: list[jax.Array]
+    plan: Any  # a `Tile` or `Parts`, or for columns a `Tile` or `Strips`
+    name: str  # of the kernel, in profiles; if there are two launches, the first has the suffix "_reduce"
+    mask: Mask | None = None
+    scale: jax.Array | None = None  # `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature
+    label: Label | None = None  # for a formula that `counts`
+
+    @property
+    def rows(self) -> int:
+        return self.arrays[0].shape[0]
+
+    @property
+    def dtype(self) -> Any:  # of the output elements
+        return self.arrays[-1].dtype
 
 
 FORMULAS = {

@@ -14,8 +14,8 @@ the label is negative, all bits but the sign are flipped: then negative numbers 
 them in any case. So an element takes three instructions: it is flipped, compared and counted.
 
 An element that equals the label comes before it if its column is lower. All elements of a vector are compared with one
-bound: in vectors that start before the label, it lets equal elements count. So the vector that holds the label may also
-count equal elements after the label, which `overcount` subtracts.
+bound: in vectors that start before the label, it lets equal elements count. So the label's vector may also count equal
+elements after the label, unless the label is its first element. `overcount` finds these.
 """
 
 from typing import Any
@@ -31,7 +31,8 @@ from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.program import Program
-from pallas_softmax._src.softmax.formulas import Label, Located, comes_before
+from pallas_softmax._src.softmax import states_ptx
+from pallas_softmax._src.softmax.formulas import SUM, Label, Located, comes_before
 
 _SUMS = 4  # independent sums, so that no addition waits for the one before
 
@@ -68,7 +69,8 @@ def is_inexact(segment: Any, total: Located):
     return inexact
 
 
-def count_again(segment: Any):
+def count_again(segment: Any, number) -> None:
+    """Counts in segment `number` of the CTA, and writes the count as its record."""
     walk = segment.walk
     before = lax.fori_loop(
         0,
@@ -76,7 +78,8 @@ def count_again(segment: Any):
         lambda block, before: before + _count_in_block(segment, block * walk.block_size),
         blocks.filled(0.0),
     )
-    return before + in_edges(segment) if segment.edges else before
+    before = before + in_edges(segment) if segment.edges else before
+    states_ptx.write_record(SUM, before, segment.refs.records_smem, number)
 
 
 def in_edges(segment: Any):
@@ -105,7 +108,7 @@ def _sum_of_counted(segment: Any, start, numbers):
     """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
     walk = segment.walk
     left = segment.held - start
-    if walk.length % walk.block_size or segment.job.parts.overlaps:
+    if walk.length % walk.block_size or segment.parts.overlaps:
         numbers = jnp.where(blocks.positions(walk.vec) < left, numbers, 0.0)
     if segment.job.mask is not None:
         keep = segment.load_mask(segment.body_start + start, left, walk.vec)
@@ -124,8 +127,6 @@ def _label_from(segment: Any, element) -> Label:
 
 def count_program(elements: int, vec: int) -> Program:
     """Returns the program of `add_step`: it adds to <count> how many elements come before the label, for <new_count>.
-
-    In the vector that holds the label, all equal elements count, unless the label is its first element.
 
     <x0>, <x1>, ...   the elements, float32: `vec` neighbours of each thread, block by block. Fillings are -inf, so they
                       count if the label is -inf or -NaN. A NaN must have the bits that it has in the row

@@ -42,17 +42,17 @@ def combine_shards(local: Sums, mesh_axes, *others, position=None, temperature=N
     the row's largest logit. `position` is the shard's own, counted in the whole row. The sums in `local` have this
     `temperature`, at least 0; None is 1.
     """
+    numbers, own = jax.tree.map(lambda a: a[..., None], ((local, others, position), temperature))
+    numbers, structure = jax.tree.flatten(numbers)
 
     def merge(gathered, temperature):
-        parts, numbers = type(local)(*gathered[: len(local)]), gathered[len(local) :]
+        parts, others, position = structure.unflatten(gathered)
         scale = None if temperature is None else Temperature.of(temperature)
-        sums = [jnp.sum(a, -1, keepdims=True) for a in numbers[: len(others)]]
-        firsts = [_first_of_largest(parts.m, a) for a in numbers[len(others) :]]
-        return *normalizers.combine_parts(parts, scale), *sums, *firsts
+        sums = [jnp.sum(a, -1, keepdims=True) for a in others]
+        first = () if position is None else (_first_of_largest(parts.m, position),)
+        return *normalizers.combine_parts(parts, scale), *sums, *first
 
-    positions = () if position is None else (position,)
-    numbers, own = jax.tree.map(lambda a: a[..., None], ((*local, *others, *positions), temperature))
-    merged = [a[..., 0] for a in merge_over(mesh_axes, merge, numbers, own)]
+    merged = [a[..., 0] for a in merge_over(mesh_axes, merge, tuple(numbers), own)]
     return type(local)(*merged[: len(local)]), *merged[len(local) :]
 
 

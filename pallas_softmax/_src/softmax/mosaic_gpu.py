@@ -17,8 +17,8 @@ from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax import columns_kernel, rows_kernel
 from pallas_softmax._src.softmax.columns_plan import plan_columns
-from pallas_softmax._src.softmax.formulas import FORMULAS
-from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
+from pallas_softmax._src.softmax.formulas import FORMULAS, Job
+from pallas_softmax._src.softmax.plan import Parts, plan_softmax
 
 
 class Columns(NamedTuple):
@@ -47,9 +47,8 @@ def _plan_columns(call: Call, capability: tuple[int, int]) -> Columns | None:
 
 def slower(call: Call) -> str | None:
     """Returns why XLA is faster; None if it is not. The kernels are at least as fast at nearly all measured shapes."""
-    if call.inner != 1 and _plan_columns(call, target.capability()) is None:
-        return TRANSPOSED
-    return None
+    is_transposed = call.inner != 1 and _plan_columns(call, target.capability()) is None
+    return TRANSPOSED if is_transposed else None
 
 
 def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: tuple[int, ...]) -> Any:
@@ -59,18 +58,15 @@ def softmax_rows(name: str, plan: Columns | Tile | Parts, x, where, *dy, axes: t
     """
     arrays = [*jax.tree.leaves(x), *dy]
     shape = arrays[0].shape
-    keywords: dict[str, Any] = {
-        "name": name if name.endswith("grad") else f"{name}_forward",
-        "approximate": approximate(arrays[-1].dtype),
-    }
+    kernel_name = name if name.endswith("grad") else f"{name}_forward"
     if isinstance(plan, Columns):
         per_row = [1 if a in axes else size for a, size in enumerate(shape)]
         viewed = [a.reshape(plan.view) for a in arrays]
-        results = columns_kernel.launch(FORMULAS[name], viewed, plan.plan, **keywords)
+        results = columns_kernel.launch(Job(FORMULAS[name], viewed, plan.plan, kernel_name))
         results = [result.reshape(shape if result.shape == plan.view else per_row) for result in results]
     else:
         folded, mask, unfold = fold(arrays, where, axes)
-        results = map(unfold, rows_kernel.launch(FORMULAS[name], folded, mask, plan, **keywords))
+        results = map(unfold, rows_kernel.launch(Job(FORMULAS[name], folded, plan, kernel_name, mask)))
     first, *normalizer = results
     return (first, Normalizer(*normalizer)) if normalizer else first
 

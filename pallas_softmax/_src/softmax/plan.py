@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from pallas_softmax._src.gpu import hardware
-from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, short_row_tile
+from pallas_softmax._src.gpu.layout import Cut, Tile, Walk, aligned_view, short_row_tile
 
 # --- Rows in registers: the most elements of a row, over all arrays that the operation reads ----------
 
@@ -157,9 +157,8 @@ class Parts:
     # Number of CTAs or clusters that take the rows in turns. Team i takes rows i, i + teams, and so on. None
     # if each row has its own CTAs.
     teams: int | None = None
-    # If rows are taken in turns, the number of steps that shared memory holds. Slots that the segment does not
-    # need hold steps of the next row. With fewer slots than steps, the first steps are read twice; see
-    # `segment.Segment`. None if each row has its own CTAs.
+    # If rows are taken in turns, the number of steps that shared memory holds, also of the next row. With fewer
+    # slots than steps, the first steps are read twice; see `segment.Segment`.
     slots: int | None = None
     # Number of segments of a CTA; one with a mask, with edges, with turns, and in two launches.
     per_cta: int = 1
@@ -170,6 +169,15 @@ class Parts:
         line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
         unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
         return Cut(self.vocab, unit, self.count * self.per_cta)
+
+    def view(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of the arrays of so many rows, and of a result, inside the kernels."""
+        return aligned_view(rows, self.vocab, self.vec)
+
+    @property
+    def ctas(self) -> int:
+        """Number of CTAs that form a cluster, and merge the segments of a row in the kernel."""
+        return self.count if self.cluster else 1
 
     @property
     def has_edges(self) -> bool:

@@ -22,37 +22,31 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu.kernel import gpu_kernel, part_place
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.softmax import label_rank, states_ptx, tile_kernel
-from pallas_softmax._src.softmax.formulas import SUM, Formula, Label
-from pallas_softmax._src.softmax.plan import Parts
-from pallas_softmax._src.softmax.segment import Job, Refs, Segment, merged_row, wait_for_peers
+from pallas_softmax._src.softmax.formulas import SUM, Job
+from pallas_softmax._src.softmax.plan import Parts, approximate
+from pallas_softmax._src.softmax.segment import Refs, Segment, merged_row, wait_for_peers
 
 # --- Long rows, in one launch --------------------------------------------------------------------------
 
 
 def compute_row(job: Job, refs: Refs) -> None:
     """The kernel: one CTA, or the CTAs of a cluster, compute a row; or each CTA computes the reduction of a segment."""
-    _reduce_merge_write(job, refs, _load(job, refs))
-
-
-def _load(job: Job, refs: Refs, *, backwards: bool = False) -> Callable[[Any], Segment]:
-    """Starts to load the segments of this CTA. Returns the function number -> segment."""
-    parts = job.parts
+    parts: Parts = job.plan
 
     def segment_of(number) -> Segment:
-        place = part_place(parts.cut, job.view, backwards=backwards, per_cta=parts.per_cta, number=number)
+        place = part_place(parts.cut, refs.x_gmem[0].shape, per_cta=parts.per_cta, number=number)
         return Segment(job, refs, place, number * parts.walk.steps, smem_start=number * parts.length)
 
     if parts.per_cta > 1:
-        _for_each(parts.per_cta, lambda number: segment_of(number).start_copies())
-        return segment_of
-    segment = segment_of(0)
-    segment.start_copies()
-    segment.load_edges()
-    return lambda number: segment
+        _for_each(parts.per_cta, lambda number: segment_of(number).load())
+        _reduce_merge_write(job, refs, segment_of)
+    else:
+        segment = segment_of(0)
+        segment.load()
+        _reduce_merge_write(job, refs, lambda number: segment)
 
 
 def _for_each(count: int, do: Callable[[Any], None]) -> None:
@@ -64,31 +58,31 @@ def _for_each(count: int, do: Callable[[Any], None]) -> None:
 
 def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segment]) -> None:
     """Reduces the segments segment_of(number) while they are loaded, and merges and writes the row."""
-    each = functools.partial(_for_each, job.parts.per_cta)
+    each = functools.partial(_for_each, job.plan.per_cta)
     each(lambda number: segment_of(number).reduce(number))  # step by step; waits until each has arrived
     formula = segment_of(0).formula
     total = merged_row(job, refs, formula.reduction)
-    if not job.parts.cluster:  # for a second launch, or for plain JAX
+    if formula.counts:
+        total = _recounted(job, refs, segment_of, total)
+    if not job.plan.cluster:  # for a second launch, or for plain JAX
         segment = segment_of(0)
-        total = segment.located(_recounted(job, refs, segment_of, total)) if formula.locates else total
-        segment.write_reduction(total)
+        segment.write_reduction(segment.located(total) if formula.locates else total)
     elif formula.value is not None:  # for example softmax: the elements, from shared memory
         # The last block of a segment may reach into the next segment, so the last segment is written first. (Masked
         # elements are stored while a segment is reduced, but then a CTA has one segment.)
-        each(lambda number: segment_of(job.parts.per_cta - 1 - number).write(total))
+        each(lambda number: segment_of(job.plan.per_cta - 1 - number).write(total))
     elif formula.locates:
-        _write_located(job, refs, segment_of, total)
+        _write_located(job, segment_of, total)
     else:
         segment_of(0).write_constants(total)  # for example logsumexp: numbers per row
     wait_for_peers(job, refs)  # a CTA must not exit, or write other records, before its peers have merged
 
 
-def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total) -> None:
+def _write_located(job: Job, segment_of: Callable[[Any], Segment], total) -> None:
     """Writes the constants of the row, in the CTA that has the segment with its largest element."""
-    parts, total = job.parts, _recounted(job, refs, segment_of, total)
-    number = total.at.astype(jnp.int32) // parts.all_steps - segment_of(0).place.index
+    number = total.at.astype(jnp.int32) // job.plan.all_steps - segment_of(0).place.index
 
-    @pl.when((number >= 0) & (number < parts.per_cta))
+    @pl.when((number >= 0) & (number < job.plan.per_cta))
     def write():
         segment = segment_of(number)
         segment.write_constants(segment.located(total))
@@ -96,15 +90,10 @@ def _write_located(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], t
 
 def _recounted(job: Job, refs: Refs, segment_of: Callable[[Any], Segment], total):
     """Returns `total`. If its `before` may be wrong (`label_rank.is_inexact`), it is counted again."""
-    if not segment_of(0).formula.counts:
-        return total
-
-    def count_again(number):
-        states_ptx.write_record(SUM, label_rank.count_again(segment_of(number)), refs.records_smem, number)
 
     def recount():
         wait_for_peers(job, refs)
-        _for_each(job.parts.per_cta, count_again)
+        _for_each(job.plan.per_cta, lambda number: label_rank.count_again(segment_of(number), number))
         return merged_row(job, refs, SUM)
 
     # All CTAs of a cluster take the same branch: their m has the same bits.
@@ -125,19 +114,15 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
     If a row has more steps than there are slots, its first steps give up their slots once they are reduced. They are
     read again while the other steps are written.
     """
-    walk, slots = job.parts.walk, job.parts.slots or 0
+    slots, teams = job.plan.slots, job.plan.teams
     team = lax.axis_index("row")  # here the axis counts teams; a team takes rows team, team + teams, ...
-    turns = (job.rows - team + job.teams - 1) // job.teams
-    steps_of_row = walk.steps + job.parts.again
+    turns = (job.rows - team + teams - 1) // teams
+    steps_of_row = job.plan.walk.steps + job.plan.again
 
     def segment_of(turn) -> Segment:
-        place = part_place(job.parts.cut, job.view, row=team + turn * job.teams)
+        place = part_place(job.plan.cut, refs.x_gmem[0].shape, row=team + turn * teams)
         before = turn * steps_of_row
-
-        def freed(i) -> None:
-            load_step(before + i + slots)
-
-        return Segment(job, refs, place, before, freed=freed)
+        return Segment(job, refs, place, before, freed=lambda i: load_step(before + i + slots))
 
     def load_step(number) -> None:
         """Starts the copies of a step into its free slot. Step numbers run on from row to row."""
@@ -160,9 +145,10 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
 def write_segment(job: Job, refs: Refs) -> None:
     """The second kernel of two: merges the reductions of the row's segments, then writes the elements."""
     # In reverse, since the L2 cache still holds what the first launch read last.
-    segment = _load(job, refs, backwards=True)(0)
+    segment = Segment(job, refs, part_place(job.plan.cut, refs.x_gmem[0].shape, rows=job.rows, backwards=True))
+    segment.load()
     total = segment.combine_from_device_memory()
-    for i in range(job.parts.walk.steps):
+    for i in range(job.plan.walk.steps):
         segment.wait(i)
     segment.write_elements(total, read_mask=job.mask is not None)
 
@@ -170,49 +156,35 @@ def write_segment(job: Job, refs: Refs) -> None:
 # --- Launches -----------------------------------------------------------------------------------------
 
 
-def launch(
-    formula: Formula,
-    arrays: list[jax.Array],
-    mask: Mask | None,
-    plan: Tile | Parts,
-    scale: jax.Array | None = None,
-    label: Label | None = None,
-    *,
-    name: str,
-    approximate: bool,
-) -> list[jax.Array]:
-    """Computes a formula on the rows of the arrays (rows, vocab).
-
-    `scale` is `normalizers.encoded_scale`, (rows,) or (1,), for a formula with a temperature. `label` is for a formula
-    that `counts`. `name` is the kernel's name in profiles; if there are two launches, the first has the suffix
-    "_reduce". `approximate` says whether exp may be approximate (`plan.approximate`).
+def launch(job: Job) -> list[jax.Array]:
+    """Computes the formula on the rows of the arrays (rows, vocab), by the plan: a `Tile` or `Parts`.
 
     Returns one array of all elements, of the last array's dtype, (rows, vocab) by a `Tile`, or in the shape of
-    `aligned_view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
+    `Parts.view`; or per-row outputs, (rows, 1) by a `Tile`, or (rows,).
     """
-    if isinstance(plan, Tile):
-        return tile_kernel.launch(formula, arrays, plan, mask, scale, label, name=name, approximate=approximate)
-    job = Job(formula, arrays, mask, plan, scale, label, approximate)
-    results = formula.out_type(job.view, (job.rows,), job.dtype)
-    if plan.cluster:
-        kernel = compute_row if plan.slots is None else compute_rows_in_turns
-        assert plan.slots is None or formula.value is not None  # slots are freed while elements are written
-        return _launch(job, kernel, name, results)
+    formula, parts = job.formula, job.plan
+    if isinstance(parts, Tile):
+        return tile_kernel.launch(job)
+    results = formula.out_type(parts.view(job.rows), (job.rows,), job.dtype)
+    if parts.cluster:
+        kernel = compute_row if parts.slots is None else compute_rows_in_turns
+        assert parts.slots is None or formula.value is not None  # slots are freed while elements are written
+        return _launch(job, kernel, results)
 
     structure = jax.tree.structure(formula.reduction.empty)
-    of_segments = [jax.ShapeDtypeStruct((job.rows, plan.count), jnp.float32)] * structure.num_leaves
-    reductions = jax.tree.unflatten(structure, _launch(job, compute_row, f"{name}_reduce", of_segments))
+    of_segments = [jax.ShapeDtypeStruct((job.rows, parts.count), jnp.float32)] * structure.num_leaves
+    reductions = jax.tree.unflatten(structure, _launch(job, compute_row, of_segments, suffix="_reduce"))
     if formula.value is None:
-        reduction = formula.scaled(None if scale is None else scale[:, None]).reduction
+        reduction = formula.scaled(None if job.scale is None else job.scale[:, None]).reduction
         totals = reduction.combine_lanes(reductions, 1, lambda per_row: per_row[:, None])
-        constants = formula.scaled(scale).constants(totals)
+        constants = formula.scaled(job.scale).constants(totals)
         return [a.astype(to.dtype) for a, to in zip(constants, results, strict=True)]
-    return _launch(job, write_segment, name, results, reductions)
+    return _launch(job, write_segment, results, reductions)
 
 
-def _launch(job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], reductions=None) -> list[jax.Array]:
+def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=None, suffix="") -> list[jax.Array]:
     """Launches kernel(job, refs). `reductions` (rows, segments) are of the segments, if a launch before made them."""
-    parts = job.parts
+    parts: Parts = job.plan
     scratch: dict[str, Any] = {
         "x_smem": [plgpu.SMEM((parts.smem_elements,), a.dtype) for a in job.arrays],
         "arrived": [plgpu.Barrier(num_barriers=parts.barriers)] * len(job.arrays),
@@ -220,25 +192,21 @@ def _launch(job: Job, kernel, name: str, out_type: list[jax.ShapeDtypeStruct], r
     if reductions is None:
         words = states_ptx.words(job.formula.reduction.fields, parts.per_cta)
         scratch["records_smem"] = plgpu.SMEM((words,), jnp.float32)
-    if job.ctas > 1:
+    if parts.ctas > 1:
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
-        inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
-        kernel(job, Refs(x_gmem, out_gmem, reductions_gmem=reductions_gmem, **inputs, **scratch))
+    def body(x, mask, scale, label, reductions, *out, **scratch):
+        refs = Refs(x, out, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions, **scratch)
+        kernel(job, refs)
 
+    arrays = [a.reshape(parts.view(job.rows)) for a in job.arrays]
+    mask = None if job.mask is None else job.mask.array
     return gpu_kernel(
         body,
-        grid={"row": job.teams, "part": parts.count},
-        cluster=job.ctas,
+        grid={"row": parts.teams or job.rows, "part": parts.count},
+        cluster=parts.ctas,
         out_type=out_type,
         scratch_types=scratch,
-        name=name,
-        approximate=job.approximate,
-    )(
-        [a.reshape(job.view) for a in job.arrays],
-        None if job.mask is None else job.mask.array,
-        job.scale,
-        job.label,
-        reductions,
-    )
+        name=job.name + suffix,
+        approximate=approximate(job.dtype),
+    )(arrays, mask, job.scale, job.label, reductions)

@@ -2,7 +2,7 @@
 
 `rows_kernel.py` calls these stages in their order. `plan.Parts` draws segments, and `gpu.layout.Walk` draws steps.
 
-    load      copy_in (the body, a step at a time), load_edges
+    load      load; or copy_in (a step of the body) and load_edges
     reduce    reduce: each thread reduces its own elements of the segment, and each warp writes its state to a record
     merge     merged_row: the segments of all CTAs; or after a first launch, combine_from_device_memory
     write     write (elements), write_constants (numbers per row), or write_reduction (for a second launch, or for
@@ -11,7 +11,6 @@
 A `Reduction` is the operator. The reduction of a segment or a row is its value, which `states_ptx` calls a state.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,56 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.kernel import PartPlace, number_of_row
-from pallas_softmax._src.gpu.layout import aligned_view
 from pallas_softmax._src.softmax import label_rank, states_ptx
-from pallas_softmax._src.softmax.formulas import Formula, Label, Located, Reduction
+from pallas_softmax._src.softmax.formulas import Job, Located, Reduction
 from pallas_softmax._src.softmax.plan import EDGE, Parts
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The arguments of `rows_kernel.launch` for long rows; `parts` is its plan."""
-
-    formula: Formula
-    arrays: list[jax.Array]
-    mask: Mask | None
-    parts: Parts
-    scale: jax.Array | None
-    label: Label | None
-    approximate: bool
-
-    @property
-    def rows(self) -> int:
-        return self.arrays[0].shape[0]
-
-    @property
-    def dtype(self) -> Any:  # of the output elements
-        return self.arrays[-1].dtype
-
-    @property
-    def view(self) -> tuple[int, ...]:
-        """The shape of the arrays and the result inside the kernels."""
-        return aligned_view(self.rows, self.parts.vocab, self.parts.vec)
-
-    @property
-    def ctas(self) -> int:
-        """Number of CTAs that form a cluster, and merge the segments of a row in the kernel."""
-        return self.parts.count if self.parts.cluster else 1
-
-    @property
-    def teams(self) -> int:
-        """Number of teams. A team has the CTAs of a row, and takes one row or several in turns."""
-        return self.parts.teams or self.rows
 
 
 class Refs(NamedTuple):
     """The memory and barriers that a CTA uses."""
 
-    x_gmem: list  # the input arrays, in the shape `Job.view`; or (outer, vocab, inner) for columns
+    x_gmem: list  # the input arrays, in the shape `Parts.view`; or (outer, vocab, inner) for columns
     out_gmem: tuple  # the results
     # For each array, the bodies of the CTA's segments, or slots. The memory of the last array also stages the output.
     x_smem: list
@@ -101,20 +62,21 @@ class Segment:
         row 1, step 1 | ...
     """
 
-    def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before, *, smem_start=0, freed=None):
+    def __init__(self, job: Job, refs: Refs, place: PartPlace, steps_before=0, *, smem_start=0, freed=None):
         self.job, self.refs, self.place = job, refs, place
-        self.walk, self.slots, self.again = job.parts.walk, job.parts.slots, job.parts.again
+        self.parts: Parts = job.plan
+        self.walk, self.slots, self.again = self.parts.walk, self.parts.slots, self.parts.again
         self.steps_before: Any = steps_before  # how many steps the CTA takes before these
         self.smem_start: Any = smem_start  # where the body is in shared memory, if each step has its own slot
         # Called as soon as the slot of step i may be filled again.
         self.freed: Callable[[Any], None] = freed or (lambda i: None)
-        self.body_start = job.parts.body_start(place.row, place.start)
+        self.body_start = self.parts.body_start(place.row, place.start)
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
         # Number of elements of the body that count here. The last ones of a shorter segment belong to the next one.
-        self.held = place.owned if job.parts.overlaps else job.parts.body
+        self.held = place.owned if self.parts.overlaps else self.parts.body
         # The number of the segment's first step in the row. The edges count as one more step.
-        self.first_step = place.index * job.parts.all_steps
+        self.first_step = place.index * self.parts.all_steps
 
     # --- The body in shared memory
 
@@ -148,9 +110,11 @@ class Segment:
             if walk.rest:
                 pl.when(i == walk.full_steps)(functools.partial(copy, walk.rest, *refs))
 
-    def start_copies(self) -> None:
+    def load(self) -> None:
+        """Starts to load the whole segment."""
         for i in range(self.walk.steps):
             self.copy_in(i)
+        self.load_edges()
 
     def wait(self, i) -> None:
         """Waits for the copies of step i."""
@@ -192,11 +156,11 @@ class Segment:
     # --- Edges and mask
 
     def load_edges(self) -> None:
-        if not self.job.parts.has_edges:
+        if not self.parts.has_edges:
             return
-        place, last = self.place, self.job.parts.length - EDGE
+        place, last = self.place, self.parts.length - EDGE
         position = blocks.positions()
-        after_body = position + last >= self.body_start + self.job.parts.body
+        after_body = position + last >= self.body_start + self.parts.body
         for at, counted in ((0, position < self.body_start), (last, after_body & (position + last < place.owned))):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
@@ -226,16 +190,15 @@ class Segment:
     # --- Reduction
 
     def reduce(self, number) -> None:
-        """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA."""
-        states_ptx.write_record(self.formula.reduction, self._of_threads(), self.refs.records_smem, number)
+        """Reduces the segment, and writes its record. `number` is the number of the segment in its CTA.
 
-    def _of_threads(self):
-        """Returns the reduction of each thread's elements. Each step is added when it arrives, then the edges."""
+        Each thread adds its elements of each step when it arrives, then of the edges.
+        """
         reduction = self.formula.reduction
         lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
             lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
-        masks = [self._load_body_mask(i) for i in range(self.job.parts.mask_steps_ahead)]
+        masks = [self._load_body_mask(i) for i in range(self.parts.mask_steps_ahead)]
         lanes, _ = self._sweep(self._absorb_step, (lanes, masks))
         if self.edges:
             lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.walk.steps)
@@ -243,7 +206,7 @@ class Segment:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
         if self.formula.counts:
             lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
-        return lanes
+        states_ptx.write_record(reduction, lanes, self.refs.records_smem, number)
 
     def _edge_terms(self) -> list:
         return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
@@ -251,7 +214,7 @@ class Segment:
     def _absorb_step(self, i, size: int, state):
         """Adds step i of the body. `state` has the reduction of each lane, and the masks loaded for the next steps."""
         lanes, (mask_blocks, *next_masks) = state
-        formula, ahead = self.formula, self.job.parts.mask_steps_ahead
+        formula, ahead = self.formula, self.parts.mask_steps_ahead
         all_loaded = ahead == self.walk.steps
         # If all masks are loaded, the same one again keeps the length of the carry.
         next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
@@ -259,8 +222,7 @@ class Segment:
         xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
         if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
-            kept = [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs]
-            self._store(i, size, kept)
+            self._store(i, size, [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs])
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
         terms = [x for term in terms for x in blocks.split(term, self.walk.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)
@@ -280,7 +242,7 @@ class Segment:
         walk, conditions = self.walk, []
         for start in range(0, size, walk.block_size):
             end, left = start + walk.block_size, self.held - i * walk.step_size - start
-            is_cut = end > size or (end == size and self.job.parts.overlaps)
+            is_cut = end > size or (end == size and self.parts.overlaps)
             conditions.append(blocks.positions(walk.vec) < left if is_cut else None)
         return conditions
 
@@ -300,10 +262,8 @@ class Segment:
             at = (first + block) * walk.block_size
             x = blocks.load(x_smem.at[pl.ds(self.smem_start + at, walk.block_size)], walk.vec)
             left = self.held - at
-            mask = None
-            if self.job.mask is not None:
-                (mask,) = _as_conditions([self.load_mask(self.body_start + at, left, walk.vec)])
-            term = self._term([x.astype(jnp.float32)], mask, position < left)
+            keep = None if self.job.mask is None else self.load_mask(self.body_start + at, left, walk.vec) != 0
+            term = self._term([x.astype(jnp.float32)], keep, position < left)
             terms += blocks.split(term, walk.vec)
             positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
         found = [normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
@@ -320,15 +280,13 @@ class Segment:
 
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
-        reduction, count = self.formula.reduction, self.job.parts.count
+        reduction, count = self.formula.reduction, self.parts.count
 
-        def load(first: int, gmem, empty):
-            return blocks.load_from_row(gmem, self.place.row, start=first, held=count - first, fill=empty)
+        def load(first: int):
+            read = functools.partial(blocks.load_from_row, row=self.place.row, start=first, held=count - first)
+            return jax.tree.map(lambda gmem, empty: read(gmem, fill=empty), self.refs.reductions_gmem, reduction.empty)
 
-        lanes = [
-            jax.tree.map(functools.partial(load, first), self.refs.reductions_gmem, reduction.empty)
-            for first in range(0, count, WARPGROUP)
-        ]
+        lanes = [load(first) for first in range(0, count, WARPGROUP)]
         return reduction.combine_lanes(normalizers.tree(reduction.combine, lanes))
 
     # --- Results
@@ -352,8 +310,7 @@ class Segment:
         if self.job.mask is None:
             write(read_mask=False)
             return
-        leaves = jax.tree.leaves(total)
-        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in leaves))
+        finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in jax.tree.leaves(total)))
         lax.cond(finite, lambda: write(read_mask=False), lambda: write(read_mask=True))
 
     def write_elements(self, total, *, read_mask: bool) -> None:
@@ -419,20 +376,20 @@ def merged_row(job: Job, refs: Refs, reduction: Reduction):
     All CTAs of a cluster get the same bits. At the end they arrive at the cluster's barrier once more: they must call
     `wait_for_peers` before they exit or write other records.
     """
-    clustered = job.ctas > 1
-    if clustered:
+    ctas = job.plan.ctas
+    if ctas > 1:
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.cluster_barrier)
         plgpu.barrier_wait(refs.cluster_barrier)
-    total = states_ptx.merged(reduction, refs.records_smem, job.ctas * job.parts.per_cta, job.ctas)
-    if clustered:
+    total = states_ptx.merged(reduction, refs.records_smem, ctas * job.plan.per_cta, ctas)
+    if ctas > 1:
         plgpu.barrier_arrive(refs.cluster_barrier)  # all threads have read: the total depends on each read
     return total
 
 
 def wait_for_peers(job: Job, refs: Refs) -> None:
     """Waits until all CTAs of the cluster have merged."""
-    if job.ctas > 1:
+    if job.plan.ctas > 1:
         plgpu.barrier_wait(refs.cluster_barrier)
 
 

@@ -196,19 +196,15 @@ def _relative_to(p: Program, scaled: bool, state: State, m: Value | None = None)
 
 def shift(p: Program, scaled: bool, m: Value) -> Value:
     """Returns what is subtracted from logits: m <first>, or 0 if m is -inf, because -inf - -inf is NaN."""
-    return _in_range(p, scaled, p.select(m.equals(float("-inf")), 0.0, m))
-
-
-def _in_range(p: Program, scaled: bool, x: Value) -> Value:
-    return x * p.operand("first", "f32") if scaled else x
+    m = p.select(m.equals(float("-inf")), 0.0, m)
+    return m * p.operand("first", "f32") if scaled else m
 
 
 def octaves(p: Program, scaled: bool, x: Value, shift: Value) -> Value:
     """Returns (x <first> - shift) <a> <again>; unless `scaled`, (x - shift) <a>."""
-    u = _in_range(p, scaled, x) - shift
-    for factor in p.operands("f32", *(("a", "again") if scaled else ("a",))):
-        u = u * factor
-    return u
+    x = x * p.operand("first", "f32") if scaled else x
+    u = (x - shift) * p.operand("a", "f32")
+    return u * p.operand("again", "f32") if scaled else u
 
 
 def _distance(p: Program, scaled: bool, x: Value, shift: Value) -> Value:

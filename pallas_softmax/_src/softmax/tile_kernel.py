@@ -14,25 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Tile
-from pallas_softmax._src.softmax.formulas import Formula, Label, comes_before
+from pallas_softmax._src.softmax.formulas import Job, Label, comes_before
+from pallas_softmax._src.softmax.plan import approximate
 
 
-def compute_tile(
-    formula: Formula,
-    tile: Tile,
-    mask: Mask | None,
-    x_gmem,
-    mask_gmem,
-    scale_gmem,
-    label_gmem,
-    *out_gmem,
-    reserved: Any = None,
-) -> None:
+def compute_tile(job: Job, x_gmem, mask_gmem, scale_gmem, label_gmem, *out_gmem, reserved: Any = None) -> None:
     """The kernel: computes a formula on the rows or columns of one tile. Nothing uses `reserved`; see `Tile`."""
+    formula, tile, mask = job.formula, job.plan, job.mask
     axis = 1 if x_gmem[0].ndim == 2 else 0  # of the tile; the softmax runs along it
     view, row, column = _place(tile, x_gmem[0].shape)
     broadcast = functools.partial(tiles.broadcast, tile=tile, axis=1 - axis)  # a number per row, or column
@@ -58,8 +49,7 @@ def compute_tile(
         label = Label(*(tiles.load(gmem, tile, row) for gmem in label_gmem[:2]))
         before = _count_before(tile, loaded[0], keep, label, vocab=x_gmem[0].shape[1])
         total = total._replace(before=before)
-    constants = formula.scaled(row_scale).constants(total)  # for example m and d
-    constants = [broadcast(constant) for constant in constants]
+    constants = [broadcast(a) for a in formula.scaled(row_scale).constants(total)]  # for example m and d
 
     if formula.value is None:  # the constants are the result, for example logsumexp
         results = constants
@@ -101,29 +91,15 @@ def _count_before(tile: Tile, x, keep, label: Label, *, vocab: int):
     return jnp.sum(before, 1)
 
 
-def launch(
-    formula: Formula,
-    arrays: list[jax.Array],
-    tile: Tile,
-    mask: Mask | None = None,
-    scale: jax.Array | None = None,
-    label: Label | None = None,
-    *,
-    name: str,
-    approximate: bool,
-) -> list[jax.Array]:
-    """Computes a formula on arrays (rows, vocab), or (outer, vocab, inner); see `rows_kernel.launch`."""
-    shape = arrays[0].shape
-    if len(shape) == 2:
-        count, per_row = -(-shape[0] // tile.rows), (shape[0], 1)
-    else:
-        count, per_row = shape[0] * -(-shape[2] // tile.shape[1]), (shape[0], 1, shape[2])
-    reserved = {"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else ()
+def launch(job: Job) -> list[jax.Array]:
+    """Runs the job with a `Tile`; see `rows_kernel.launch` and `columns_kernel.launch`."""
+    tile, shape = job.plan, job.arrays[0].shape
+    count = -(-shape[0] // tile.rows) if len(shape) == 2 else shape[0] * -(-shape[2] // tile.shape[1])
     return gpu_kernel(
-        functools.partial(compute_tile, formula, tile, mask),
+        functools.partial(compute_tile, job),
         grid={"tile": count},
-        out_type=formula.out_type(shape, per_row, arrays[-1].dtype),
-        scratch_types=reserved,
-        name=name,
-        approximate=approximate,
-    )(arrays, None if mask is None else mask.array, scale, label)
+        out_type=job.formula.out_type(shape, (shape[0], 1, *shape[2:]), job.dtype),
+        scratch_types={"reserved": plgpu.SMEM((tile.reserved_bytes,), jnp.int8)} if tile.reserved_bytes else (),
+        name=job.name,
+        approximate=approximate(job.dtype),
+    )(job.arrays, None if job.mask is None else job.mask.array, job.scale, job.label)

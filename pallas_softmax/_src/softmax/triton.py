@@ -25,6 +25,8 @@ def plan(call: Call, capability: tuple[int, int]) -> Block | Long | Refusal:
 
 def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ...]):
     """Returns what the plain function of the operation named `op` returns; see `mosaic_gpu.softmax_rows`."""
+    from pallas_softmax._src.softmax.triton_kernels import long_kernel, rows_kernel
+
     arrays = [*jax.tree.leaves(x), *dy]
     folded, mask, unfold = fold(arrays, where, axes)
     last = folded[-1]
@@ -36,22 +38,18 @@ def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ..
     out = jax.ShapeDtypeStruct(shape, dtype)
 
     if isinstance(plan, Block):
-        from pallas_softmax._src.softmax.triton_kernels import rows_kernel
-
         grid, of_plan = (-(-rows // plan.rows),), {"PROGRAM_ROWS": plan.rows, "WIDTH": plan.width}
         (result,) = launch(rows_kernel, inputs, [out], grid, plan.warps, **constants, **of_plan)
     else:
-        result = _launch_long(plan, inputs, out, constants)
+        result = _launch_long(long_kernel, plan, inputs, out, constants)
     if op != "logsumexp":
         return unfold(result)
     lse, m, d = map(unfold, result)
     return lse.astype(last.dtype), Normalizer(m, d)
 
 
-def _launch_long(plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
+def _launch_long(long_kernel, plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
     """Launches the kernel of long rows: once, or for rows in several parts once to reduce and once to write."""
-    from pallas_softmax._src.softmax.triton_kernels import long_kernel
-
     rows, x = constants["ROWS"], inputs[1]
     constants = constants | {"PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1), "LENGTH": plan.length}
     constants |= {"DEPTH": plan.depth, "WIDTH": plan.width}

@@ -73,9 +73,8 @@ def token_stats(
       masked positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked
       position has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the
       derivative 0.
-      `rank` is None unless asked for. It is the place, from 1 on, that `lax.top_k` of the unmasked logits gives to the
-      label: equal logits are ordered by the lowest index first, and +0 is above -0. A label out of range, or at a
-      masked position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied largest logits, and
+      Among equal logits, the lowest index ranks first, and +0 is above -0. A label out of range, or at a masked
+      position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied largest logits, and
       `logsumexp` is +inf, -inf or this log, by the sign of the largest logit.
 
     Raises:
@@ -104,12 +103,10 @@ def token_stats(
     call = dataclasses.replace(call, dtype=floating.name)
     run = functools.partial(evaluate, choose_all(call, implementation, scaled=temperature is not None))
     stats = _of_integers(run, x, *arrays, mesh_axes=call.mesh_axes) if is_wide else run(x, *arrays)
-    log_probs = stats.at_label - jnp.log(stats.moments.d)
-    log_probs, entropy, logsumexp = (
-        differentiable_if_finite(a)[..., 0] for a in (log_probs, stats.entropy, stats.logsumexp)
-    )
-    ranks = None if stats.rank is None else stats.rank[..., 0]
-    return TokenStats(None if labels is None else log_probs, entropy, logsumexp, stats.argmax[..., 0], ranks)
+    log_probs = None if labels is None else stats.at_label - jnp.log(stats.moments.d)
+    floats = log_probs, stats.entropy, stats.logsumexp
+    log_probs, entropy, logsumexp = jax.tree.map(differentiable_if_finite, floats)
+    return jax.tree.map(lambda a: a[..., 0], TokenStats(log_probs, entropy, logsumexp, stats.argmax, stats.rank))
 
 
 def _of_integers(run: Callable[..., RowStats], x, where, temperature, labels, *, mesh_axes) -> RowStats:

@@ -9,8 +9,8 @@ from pallas_softmax._src.gpu import checks
 from pallas_softmax._src.gpu.layout import Tile
 from pallas_softmax._src.normalizers import Moments, encoded_scale
 from pallas_softmax._src.softmax import rows_kernel
-from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Label
-from pallas_softmax._src.softmax.plan import Parts, approximate, plan_softmax
+from pallas_softmax._src.softmax.formulas import FORMULAS, MOST_POSITIONS, Job, Label
+from pallas_softmax._src.softmax.plan import Parts, plan_softmax
 from pallas_softmax._src.stats.xla import RowStats, finished, label_keys, logits_at, with_rank
 from pallas_softmax._src.temperatures import is_zero
 
@@ -32,16 +32,9 @@ def token_stats(plan: Tile | Parts, logits, where, temperature, labels, at_label
         numbers = labels, key, sort_keys.widened_key(key, logits.dtype)
         label = Label(*(fold_numbers(a, logits.shape[:-1])[:, 0] for a in numbers))
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature)
-    results = rows_kernel.launch(
-        FORMULAS["token_stats" if label is None else "counted_stats"],
-        [x],
-        mask,
-        plan,
-        encoded_scale(temperatures) if scaled else None,
-        label,
-        name="token_stats_forward",
-        approximate=approximate(x.dtype),
-    )
+    formula = FORMULAS["token_stats" if label is None else "counted_stats"]
+    scale = encoded_scale(temperatures) if scaled else None
+    results = rows_kernel.launch(Job(formula, [x], plan, "token_stats_forward", mask, scale, label))
     lse, entropy, m, d, t, argmax, *count = map(unfold, results)
     label_logit = logits_at(labels, logits, where)
     stats = finished(Moments(m, d, t), temperature, labels, label_logit, argmax, logits.shape[-1])

@@ -29,8 +29,7 @@ class RowStats(NamedTuple):
       at_label: u at the label; NaN for a label that is no column, -inf for a masked one.
       moments: (m, d, t). m is not divided by the temperature. d is the sum of exp(u), and t the sum of u exp(u).
       argmax: int32, the first position of the largest logit.
-      rank: int32, 1 + the number of logits before the label's in the order of lax.top_k; 0 for a label that is no
-        column, or a masked one. None unless asked for.
+      rank: int32, as in `api.TokenStats`; 0 for a label that is no column, or a masked one. None unless asked for.
     """
 
     logsumexp: jax.Array
