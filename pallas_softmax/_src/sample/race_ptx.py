@@ -168,16 +168,13 @@ class PartRace(Race):
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
         p = self.p
-        index, x = p.fresh("s32"), p.fresh("f32")
         guess = p.var(p.tempered_top + p.log2(self.kept.mass) * _LN2 - _GUESS_BELOW)
         slot = p.var(p.word(SCRATCH.best))  # one of two
         self.start(guess)
         with p.loop() as leave:
             self._sweep()
             values, neutral = [self.best, self.index, self.x], [-INF, HIGHEST, -INF]
-            best, winner, element = self.first_best(p.over_each_cta(self.first_best, values, neutral, slot))
-            p.set(index, winner)
-            p.set(x, element)
+            best, index, x = self.first_best(p.over_each_cta(self.first_best, values, neutral, slot))
             leave(best >= guess)
             p.set(guess, best)
             self.set_threshold(best)

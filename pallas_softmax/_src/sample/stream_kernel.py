@@ -99,7 +99,6 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
     race = Race(p, stride)
-    index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
         _take_steps(p, race)
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
@@ -109,20 +108,18 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
             p.barrier()  # other warps may still load `lanes` from the words that this writes
             of_warp = p.record_of_warp(p.lane)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
-        top, total, _, winner, x = _combine(race, lanes)
-        p.set(index, winner)
-        p.set(log_prob, log_prob_of(p, x, top, total))
-        mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
-        p.set(log_mass, p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob))
+        top, total, _, index, x = _combine(race, lanes)
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
-        for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
-            p.set(result, nothing, when=~drawable)
         tempered_top = p.divide_exactly(top, race.temperature)
         leave(~(drawable & p.absolute(tempered_top).equals(INF)) | p.greedy)
         p.set(p.greedy, True)
         p.sync_cluster()  # other CTAs may still read the numbers of this pass
     with p.writes(0) as write:
-        write(index=index, log_prob=log_prob, log_mass=log_mass)
+        log_prob = log_prob_of(p, x, top, total)
+        mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
+        log_mass = p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob)
+        results = {"index": (index, -1), "log_prob": (log_prob, _NAN), "log_mass": (log_mass, _NAN)}
+        write(**{name: p.select(drawable, *either) for name, either in results.items()})
     return p
 
 
