@@ -186,10 +186,8 @@ def filter_logits(
     Args:
       logits: real array of any shape with at least one dimension.
       axis: the axis of a row.
-      temperature: as for `sample`. At temperature 0 the first entry of the row's order gets 0, and the others -inf.
-      top_k: as for `sample`.
-      top_p: as for `sample`.
-      min_p: as for `sample`.
+      temperature: as for `sample`, and so are `top_k`, `top_p` and `min_p`. At temperature 0 the first entry of the
+        row's order gets 0, and the others -inf.
       where: boolean, broadcastable to `logits`. A masked position gets -inf.
       axis_name: inside `jax.shard_map`, the mesh axis or axes that the row is spread over, as for `sample`. The result
         is this device's shard.
