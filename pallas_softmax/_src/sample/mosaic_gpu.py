@@ -89,8 +89,6 @@ TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
 
 _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
-
-
 _PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 
 
@@ -140,8 +138,6 @@ def sample_rows(
 
 def _per_row(numbers, batch):
     """Returns one number for each row of the batch, or one for all."""
-    numbers = jnp.asarray(numbers)
-    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
     return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
@@ -195,12 +191,9 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         nan = p.var(_NAN, "f32")
+        others = {"key": HIGHEST, "top": p.top, "log_total": nan} if stride is None else {"log_prob": nan}
         with p.writes(0) as write:
-            if stride is None:
-                key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
-                write(key=key, index=index, top=p.top, log_total=nan, log_mass=nan)
-            else:
-                write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+            write(index=-1, log_mass=nan, **others)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, small_top_k, bound)
@@ -296,7 +289,6 @@ def _log_mass(p: PartProgram, kept: Kept) -> Value:
 
 # --- Calls of any rank
 
-
 # How the rows of a call lie over the GPU with filters or a mask; and without.
 Plans = tuple[SamplePlan, StreamPlan]
 
@@ -314,12 +306,11 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
     *batch, vocab = logits.shape
-    words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
-    general, unfiltered = plans
-    if any(a is not None for a in (where, *filters)):
-        return tuple(sample_rows(general, logits, where, temperature, *filters, words, stride))
+    words = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4)
+    if any(a is not None for a in (where, top_k, top_p, min_p)):
+        return tuple(sample_rows(plans[0], logits, where, temperature, top_k, top_p, min_p, words, stride))
     x = logits.reshape(-1, vocab)
-    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
+    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans[1], stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 

@@ -129,16 +129,13 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
 
     p.sweep(list_words)
-    mass, number, *rest = p.over_each_cta(
-        ["add", "add", "add", "add", "min", "max"],
-        [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
-        [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL],
-        p.word(SCRATCH.zone),
+    ops, values = ["add", "add", "min", "max"], [mass_above, p.convert(above, "u32"), least, greatest]
+    neutral = [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL]
+    mass, number, *values = p.over_each_cta(
+        ["add", "add", *ops], [mass, number, *values], neutral, p.word(SCRATCH.zone)
     )
     zone.set_sums(mass, number)
-    mass_above, above, least, greatest = rest
-    ops, values = ["min", "max", "add", "add"], [least, greatest, mass_above, above]
-    least, greatest, mass_above, above = p.over_warp(ops, values)
+    mass_above, above, least, greatest = p.over_warp(ops, values)
     above = f.measure(mass_above, p.convert(above, "f32"))
     zone.set(least=least, greatest=greatest, mass_above=mass_above, above=above)
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
