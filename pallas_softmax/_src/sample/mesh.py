@@ -63,11 +63,7 @@ def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, m
         return by_exchange()
     best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, _WINNERS)
     found, complete, is_free = sample_among(best, totals, words, temperature, *filters, length, stride=stride)
-
-    def of_other_rows():
-        return unless_complete(complete | is_free, unfiltered(), by_exchange)
-
-    return unless_complete(complete, found, of_other_rows)
+    return unless_complete(complete, found, lambda: unless_complete(complete | is_free, unfiltered(), by_exchange))
 
 
 def _is_small(logits) -> bool:

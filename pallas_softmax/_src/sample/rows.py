@@ -218,10 +218,8 @@ def _on_cpu_if(condition, function, other, like):
     def varying(function):
         return lambda: vary_together(function(), like)[0]
 
-    def if_needed():
-        return lax.cond(condition, varying(function), varying(other))
-
-    return lax.platform_dependent(cpu=if_needed, default=varying(function))
+    function, other = varying(function), varying(other)
+    return lax.platform_dependent(cpu=lambda: lax.cond(condition, function, other), default=function)
 
 
 def first_of(a, b):
