@@ -42,10 +42,8 @@ _EXCHANGED_BYTES = 2**24
 def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *, mesh_axes):
     filters = top_k, top_p, min_p
     is_filtered = any(f is not None for f in filters)
-
-    def by_exchange():
-        return _on_whole_rows(run_shard, (logits, where, temperature, *filters), {}, mesh_axes)
-
+    arrays = logits, where, temperature, *filters
+    by_exchange = functools.partial(_on_whole_rows, run_shard, arrays, {}, mesh_axes)
     if is_filtered and _is_small(logits):
         return by_exchange()
     n = _WINNERS if is_filtered else 1
@@ -55,26 +53,16 @@ def cutoff_on_mesh(run_shard, logits, where, temperature, top_k, top_p, min_p, *
 
 
 def sample_on_mesh(run_shard, logits, where, words, temperature, top_k, top_p, min_p, *, stride, mesh_axes):
-    filters = top_k, top_p, min_p
-
-    def unfiltered():
-        return _unfiltered(run_shard, logits, where, words, temperature, stride, mesh_axes)
-
-    def by_exchange():
-        arrays = (logits, where, words, temperature, *filters)
-        return _on_whole_rows(run_shard, arrays, {"stride": stride}, mesh_axes)
-
+    arrays, filters = (logits, where, words, temperature), (top_k, top_p, min_p)
+    unfiltered = functools.partial(_unfiltered, run_shard, *arrays, stride, mesh_axes)
+    by_exchange = functools.partial(_on_whole_rows, run_shard, (*arrays, *filters), {"stride": stride}, mesh_axes)
     if all(f is None for f in filters):
         return unfiltered()
     if _is_small(logits):
         return by_exchange()
     best, totals, length = _best(run_shard, logits, where, temperature, mesh_axes, _WINNERS)
     found, complete, is_free = sample_among(best, totals, words, temperature, *filters, length, stride=stride)
-
-    def of_other_rows():
-        return unless_complete(complete | is_free, unfiltered(), by_exchange)
-
-    return unless_complete(complete, found, of_other_rows)
+    return unless_complete(complete, found, lambda: unless_complete(complete | is_free, unfiltered(), by_exchange))
 
 
 def _is_small(logits) -> bool:
@@ -86,10 +74,7 @@ def _on_whole_rows(run_shard, arrays, static, mesh_axes):
     logits, where, *per_row = arrays
     where = None if where is None else jnp.broadcast_to(where, (*where.shape[:-1], logits.shape[-1]))
 
-    def run(along_row, own):
-        return run_shard(None, (*along_row, *own), static)
-
-    return on_whole_rows(mesh_axes, run, (logits, where), per_row)
+    return on_whole_rows(mesh_axes, lambda row, own: run_shard(None, (*row, *own), static), (logits, where), per_row)
 
 
 def draw_by_mass_on_mesh(run_shard, mass, again, noise, *, mesh_axes):

@@ -31,7 +31,7 @@ its own step and masks it. `SamplePlan` draws the steps and the warps. Then one 
         where that is not enough            filter_ptx.search_digits  1 for every 7 bits of the keys' range, then 1
                                                                       more (bfloat16: 3 more)
     the index of the last kept entry      filter_ptx.find_last_tie  0
-    the draw                              race_ptx.WinnerSearch     1; 1 more in 1 of 1,600 rows
+    the draw                              race_ptx.PartRace         1; 1 more in 1 of 1,600 rows
 
 The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row. The program takes
 it as a power of 2. Decisions rest on integers, or on sums in a fixed order. So a draw has the same bits each time.
@@ -76,7 +76,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, WinnerSearch, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, PartRace, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, PartProgram
 from pallas_softmax._src.sample.rows import Cutoff
 
@@ -89,8 +89,6 @@ TOP_K_BOUND, TOP_K_BEST, TOP_K, TOP_P, TOP_P_REUSE, DONE = range(6)
 
 _NAN = float("nan")
 _LEAST_GOAL = 1e-37  # so that even a top_p of 0 keeps one entry
-
-
 _PARAMETERS = "temperature", "top_k", "top_p", "min_p"
 
 
@@ -139,8 +137,6 @@ def sample_rows(
 
 def _per_row(numbers, batch):
     """Returns one number for each row of the batch, or one for all."""
-    numbers = jnp.asarray(numbers)
-    numbers = numbers if jnp.issubdtype(numbers.dtype, jnp.integer) else numbers.astype(jnp.float32)
     return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
@@ -194,12 +190,9 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         nan = p.var(_NAN, "f32")
+        others = {"key": HIGHEST, "top": p.top, "log_total": nan} if stride is None else {"log_prob": nan}
         with p.writes(0) as write:
-            if stride is None:
-                key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
-                write(key=key, index=index, top=p.top, log_total=nan, log_mass=nan)
-            else:
-                write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
+            write(index=-1, log_mass=nan, **others)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, small_top_k, bound)
@@ -226,7 +219,7 @@ def _draw(p: PartProgram, kept: Kept, stride: int) -> None:
     if p.plan.value_buckets:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
-    index, x = WinnerSearch(p, stride, kept, last_tie).run()
+    index, x = PartRace(p, stride, kept, last_tie).run()
     with p.writes(0) as write:
         log_prob = log_prob_of(p, x, p.top, kept.total)
         write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))
@@ -295,7 +288,6 @@ def _log_mass(p: PartProgram, kept: Kept) -> Value:
 
 # --- Calls of any rank
 
-
 # How the rows of a call lie over the GPU with filters or a mask; and without.
 Plans = tuple[SamplePlan, StreamPlan]
 
@@ -313,12 +305,11 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
     *batch, vocab = logits.shape
-    words, filters = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4), (top_k, top_p, min_p)
-    general, unfiltered = plans
-    if any(a is not None for a in (where, *filters)):
-        return tuple(sample_rows(general, logits, where, temperature, *filters, words, stride))
+    words = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4)
+    if any(a is not None for a in (where, top_k, top_p, min_p)):
+        return tuple(sample_rows(plans[0], logits, where, temperature, top_k, top_p, min_p, words, stride))
     x = logits.reshape(-1, vocab)
-    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, unfiltered, stride)
+    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans[1], stride)
     return tuple(result.reshape(*batch, 1) for result in results)
 
 

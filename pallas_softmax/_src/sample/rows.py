@@ -175,18 +175,17 @@ def masses(logits, where, totals: Totals):
 
 def _first_entries_if_greedy(last, logits, where, totals: Totals):
     """Returns `last`, (key, index); in greedy rows, the first entry of the row's order."""
+    # Both branches of a condition return arrays of one shape.
+    last = tuple(jnp.broadcast_to(a, totals.greedy.shape) for a in (last[0], jnp.asarray(last[1], jnp.int32)))
 
-    def first(*last):
+    def first():
         key = keys(logits, where)
         best = jnp.max(key, -1, keepdims=True)
         is_best = (key == best) & (masses(logits, where, totals) == 1)
         index = jnp.min(jnp.where(is_best, positions(key), NOWHERE), -1, keepdims=True)
         return tuple(jnp.where(totals.greedy, *both) for both in zip((best, index), last))
 
-    # Both branches of a condition return arrays of one shape.
-    last = (jnp.broadcast_to(a, totals.greedy.shape) for a in (last[0], jnp.asarray(last[1], jnp.int32)))
-    some_greedy, like = jnp.any(totals.greedy), (logits, where)
-    return _on_cpu_if(some_greedy, first, lambda *last: last, like, *last)
+    return _on_cpu_if(jnp.any(totals.greedy), first, lambda: last, (logits, where))
 
 
 def _least_key(logits, where, min_p, totals: Totals):
@@ -209,20 +208,18 @@ def _least_key(logits, where, min_p, totals: Totals):
     return _on_cpu_if(some_zero, by_key, by_value, (logits, where))
 
 
-def _on_cpu_if(condition, function, other, like, *operands):
-    """Returns function(*operands); on a CPU, other(*operands) unless the condition holds. Results vary like `like`.
+def _on_cpu_if(condition, function, other, like):
+    """Returns function(); on a CPU, other() unless the condition holds. Results vary over mesh axes like `like`.
 
     `function` computes its arrays of whole rows itself, so that they take no time unless it runs. On a GPU, a condition
     costs more than it saves.
     """
 
     def varying(function):
-        return lambda *operands: vary_together(function(*operands), like)[0]
+        return lambda: vary_together(function(), like)[0]
 
-    def if_needed(*operands):
-        return lax.cond(condition, varying(function), varying(other), *operands)
-
-    return lax.platform_dependent(*operands, cpu=if_needed, default=varying(function))
+    function, other = varying(function), varying(other)
+    return lax.platform_dependent(cpu=lambda: lax.cond(condition, function, other), default=function)
 
 
 def first_of(a, b):

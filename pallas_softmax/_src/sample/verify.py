@@ -77,11 +77,8 @@ def verify(
       logits: real array (..., S + 1, V): the target's logits at the positions of the drafts, and at the next position.
       draft_log_probs: (..., S, V), the log-probabilities that the drafts were drawn from. A draft with log-probability
         -inf is rejected. None if the drafts were chosen, for instance by n-grams.
-      temperature: as for `sample`, and so are the filters. Each is a scalar, has one number per row (...), or one per
-        position (..., S + 1). The number of dimensions tells which.
-      top_k: integer, at least -1. None, 0, -1, and V or more filter nothing.
-      top_p: from 0 to 1; None or 1 filters nothing.
-      min_p: from 0 to 1; None or 0 filters nothing.
+      temperature: as for `sample`, and so are `top_k`, `top_p` and `min_p`. Each is a scalar, has one number per row
+        (...), or one per position (..., S + 1). The number of dimensions tells which.
       where: boolean, broadcastable to `logits`. A masked position is never a token.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
@@ -127,18 +124,18 @@ def _verified(implementation: str | None, key, drafts, x, log_q, where, given: d
     is_accepted = log_u + draft_log_q < jnp.where(drafts >= 0, log_p, -jnp.inf)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
     # The last position is padding, and never accepted.
-    accepted = jnp.min(jnp.where(is_accepted, length, position), -1)
+    accepted = jnp.min(jnp.where(is_accepted, length, position), -1, keepdims=True)
 
     def masses(here):  # what the new token is drawn from
-        p = jnp.exp(_log_p(jax.tree.map(lambda a: _at(a, here), target)))
-        return _masses(p, _at(drafts, here), log_q, here)
+        p = jnp.exp(_log_p(jax.tree.map(lambda a: row_at(a, here), target)))
+        return _masses(p, row_at(drafts[..., None], here), log_q, here)
 
     # XLA would store masses that are used twice. To compute them twice is cheaper: the barrier keeps both computations.
     twice = [masses(here) for here in (accepted, lax.optimization_barrier(accepted))]
     call = choose_plain(describe(DRAW_BY_MASS, twice[0], (twice[0].ndim - 1,), None, function="verify"))
     new = as_rows(call, *vary_together(*twice, noise[..., length:]))
-    after = jnp.where(position == accepted[..., None], new, -1)
-    return Verified(jnp.where(position < accepted[..., None], drafts, after), accepted)
+    after = jnp.where(position == accepted, new, -1)
+    return Verified(jnp.where(position < accepted, drafts, after), accepted[..., 0])
 
 
 class _Target(NamedTuple):
@@ -210,23 +207,18 @@ def _possible(drafts: jax.Array, log_q: jax.Array | None, dtype) -> tuple[jax.Ar
 def _masses(p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:
     """Returns what the new token of each row is drawn from by `draw_by_mass`, (..., V), at one position of the row.
 
-    After a rejected draft, this is p - q where p > q, except at the draft. Without q, q is 1 at the draft. Without a
-    draft, q is 0. Elsewhere this is -p, for rows where rounding leaves nothing of p - q. NaN where q is NaN.
+    `draft` and `position` are (..., 1). After a rejected draft, the result is p - q where p > q, except at the draft.
+    Without q, q is 1 at the draft. Without a draft, q is 0. Elsewhere the result is -p, for rows where rounding leaves
+    nothing of p - q. NaN where q is NaN.
     """
-    draft, q = draft[..., None], 0
+    q = 0
     if log_q is not None:
-        log_q = _at(log_q, jnp.minimum(position, log_q.shape[-2] - 1))
+        log_q = row_at(log_q, jnp.minimum(position, log_q.shape[-2] - 1))
         q = jnp.where(draft >= 0, jnp.exp(log_q), 0)
     # The other computation of p and q may round differently. A smaller p might be 0 there.
     least = 2 * jnp.finfo(p.dtype).tiny
     is_left = ~(p - q <= least) & (positions(p) != draft)
     return jnp.where(is_left, p - q, -p)
-
-
-def _at(a: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns a (..., S), or the rows of a (..., S, n), at a position (...)."""
-    position = position[..., None]
-    return at(a, position)[..., 0] if a.ndim == position.ndim else row_at(a, position)
 
 
 def _pick(a: jax.Array, drafts: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ The temperature and the filters have the rank of the logits. Their size is 1 in 
 the logits in the others.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +43,7 @@ _CANDIDATES, _LONG_ROW = 128, 2**14
 
 def cutoff(logits, where, temperature, top_k, top_p, min_p):
     filters = top_k, top_p, min_p
-
-    def by_search(logits):
-        return rows.search(logits, where, temperature, *filters)
+    by_search = functools.partial(rows.search, logits, where, temperature, *filters)
 
     def among(best, totals):
         cut, complete, is_free = cutoff_among(best, totals, *filters, logits.shape[-1])
@@ -61,7 +60,7 @@ def sample(logits, where, words, temperature, top_k, top_p, min_p, *, stride):
     """
     filters = top_k, top_p, min_p
 
-    def by_search(logits):
+    def by_search():
         cut = rows.search(logits, where, temperature, *filters)
         indices = jnp.broadcast_to(positions(logits), logits.shape)
         drawn = draw(logits, where, indices, gumbel_at(words, indices, stride), temperature, cut)
@@ -184,28 +183,28 @@ def sample_among(best: Best, totals: rows.Totals, words, temperature, top_k, top
 
 
 def _by_candidates(logits, where, temperature, top_k, among, by_search):
-    """Returns the first result of among(best, totals), on a CPU for long rows with a top_k; else by_search(logits).
+    """Returns the first result of among(best, totals), on a CPU for long rows with a top_k; else by_search().
 
     The second one says which rows are complete. If some row is not, the search runs for all rows.
     """
     vocab = logits.shape[-1]
     is_float32 = jnp.issubdtype(logits.dtype, jnp.floating) and rows.as_float(logits).dtype == jnp.float32
     if top_k is None or not is_float32 or not isinstance(vocab, int) or vocab < _LONG_ROW:
-        return by_search(logits)
+        return by_search()
 
-    def by_candidates(logits):
+    def by_candidates():
         index = best_order(logits, where, _CANDIDATES)
         best = Best(at(logits, index), mask_at(where, logits, index), index)
         found, complete = among(best, rows.totals_of_rows(logits, where, temperature))
         # The search computes its arrays of whole rows itself, so that they take memory only if it runs.
-        return unless_complete(complete, found, by_search, logits)
+        return unless_complete(complete, found, by_search)
 
-    return lax.platform_dependent(logits, cpu=by_candidates, default=by_search)
+    return lax.platform_dependent(cpu=by_candidates, default=by_search)
 
 
-def unless_complete(complete, found, other, *operands):
-    """Returns `found`; other(*operands) in rows that are not complete. `other` runs only if there is such a row."""
-    others = lax.cond(jnp.all(complete), lambda *_: found, other, *operands)
+def unless_complete(complete, found, other):
+    """Returns `found`; other() in rows that are not complete. `other` runs only if there is such a row."""
+    others = lax.cond(jnp.all(complete), lambda: found, other)
     return jax.tree.map(lambda *both: jnp.where(complete, *both), found, others)
 
 

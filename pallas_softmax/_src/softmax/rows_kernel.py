@@ -145,7 +145,7 @@ def compute_rows_in_turns(job: Job, refs: Refs) -> None:
 def write_segment(job: Job, refs: Refs) -> None:
     """The second kernel of two: merges the reductions of the row's segments, then writes the elements."""
     # In reverse, since the L2 cache still holds what the first launch read last.
-    segment = Segment(job, refs, part_place(job.plan.cut, refs.x_gmem[0].shape, rows=job.rows, backwards=True))
+    segment = Segment(job, refs, part_place(job.plan.cut, refs.x_gmem[0].shape, backwards=True))
     segment.load()
     total = segment.combine_from_device_memory()
     for i in range(job.plan.walk.steps):
