@@ -430,7 +430,7 @@ def operation_stats(operations, arguments, labels, t, g, *, transpose_w, workspa
     weights = jnp.stack([-g[0], g[1], g[2]], -1)
     _, *gradients = operations["projection_grad"](*held, weights, found, **static)
     log_probs, lse = -projection.losses(found, held[-1], None), normalizers.log_of(found.normalizer)
-    stats = log_probs, normalizers.entropy(found.moments), lse, found.argmax
+    stats = log_probs, normalizers.entropy(found.normalizer), lse, found.argmax
     return stats, dict(zip(("x", "w", "bias"), gradients))
 
 

@@ -12,13 +12,13 @@ from jax.core import Tracer
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.mesh_types import varies
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.derivatives import Static
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, like_labels
-from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
+from pallas_softmax._src.linear.mesh import describe, lay_out
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.temperatures import is_zero
@@ -232,12 +232,6 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
             raise ValueError(
                 f"{options.function}: {argument} must be the same on all devices of axis_name={options.axis_name!r}"
             )
-
-
-def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
-    """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
-    x, w, columns, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
-    return x, *vary_together(w, columns, over=mesh_axes), *per_token
 
 
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:

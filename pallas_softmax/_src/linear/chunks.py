@@ -67,15 +67,10 @@ class Chunk(NamedTuple):
         return jnp.where(index < self.seen, value, part)
 
     def put(self, arrays, parts):
-        """Returns the arrays with `parts` in these rows, except in rows of the chunk before."""
+        """Returns the arrays with `parts` in these rows."""
         if self.start is None:
             return parts
-
-        def put(a, part):
-            part = self.replace_seen(part, self.slice(a))
-            return lax.dynamic_update_slice_in_dim(a, part, self.start, 0)
-
-        return jax.tree.map(put, arrays, parts)
+        return jax.tree.map(lambda a, b: lax.dynamic_update_slice_in_dim(a, b, self.start, 0), arrays, parts)
 
 
 def is_one_chunk(n: int, rows: int) -> bool:

@@ -19,7 +19,7 @@ from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear import checks, xla
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Checked, Options
 from pallas_softmax._src.linear.losses import Columns, Tokens
-from pallas_softmax._src.linear.mesh import as_tokens, describe
+from pallas_softmax._src.linear.mesh import as_tokens, describe, lay_out
 from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
 from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.normalizers import widen
@@ -105,10 +105,8 @@ def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k,
         arrays = z, None, tokens.temperature[:, None]
         return tuple(mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, layer.mesh_axes)[0])
 
-    def nothing(x, _) -> tuple:
-        return tuple(jnp.zeros((x.shape[0], k), of) for of in (dtype, jnp.int32))
-
-    results = layer.results(winners, x, tokens, nothing, dtype.itemsize)
+    nothing = tuple(jnp.zeros((x.shape[0], k), of) for of in (dtype, jnp.int32))
+    results = layer.on_kept_rows(winners, x, tokens, nothing, dtype.itemsize)
     return TopK(*map(tokens.zero_if_left_out, results))
 
 
@@ -221,7 +219,7 @@ def _run_on_constants(operation: Operation, given: Checked, tokens: Tokens, opti
         f"{options.function}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices"
         " as labels to pallas_softmax.linear_log_probs, which has one"
     )
-    arrays = checks.lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
+    arrays = lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
     call = describe(operation, x, w, head, mesh_axes, function=options.function)
     choice = choose(call, options.implementation) if operation.kernels else choose_plain(call)
     return as_tokens(choice, *arrays, head=head, workspace_bytes=workspace_bytes, **static)

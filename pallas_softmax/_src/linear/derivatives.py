@@ -18,7 +18,8 @@ from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotange
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
-from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out_arrays
+from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out
+from pallas_softmax._src.normalizers import Normalizer
 
 # Any: pyright does not see what the functions return
 _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -79,10 +80,10 @@ def per_token(static: Static, x, w, columns: Columns, tokens: Tokens) -> Any:
 
 def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
     losses, logsumexp = static.losses(statistics, tokens), formulas.logsumexp(statistics, tokens)
-    if statistics.argmax is None:
+    if isinstance(statistics.normalizer, Normalizer):
         return losses, logsumexp
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
-    return losses, normalizers.entropy(statistics.moments), logsumexp, bits
+    return losses, normalizers.entropy(statistics.normalizer), logsumexp, bits
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +100,7 @@ class _Saved:
 def _per_token_forward(static: Static, *primals):
     arrays, with_dw = _arrays(static, *primals)
     given = given_specs(*arrays[:3])
-    arrays = lay_out_arrays(arrays, static.head, gathered=True)  # once, for both passes
+    arrays = lay_out(arrays, static.head, static.mesh_axes, gathered=True)  # once, for both passes
     tokens, statistics = arrays[3], static.run(static.forward, *arrays)
     return _values(static, statistics, tokens), _Saved(arrays, statistics, with_dw, given)
 
@@ -107,7 +108,7 @@ def _per_token_forward(static: Static, *primals):
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
     *of_floats, _ = cotangents  # the last result has no derivative
     if static.head.entropy:
-        zeros = jnp.zeros_like(saved.statistics.moments.t)
+        zeros = jnp.zeros_like(saved.statistics.normalizer.m)
         of_floats = [zeros if isinstance(g, SymbolicZero) else g for g in of_floats]
     weights, *others = sum_cotangents(of_floats, static.mesh_axes)
     if others:

@@ -47,12 +47,10 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
-    def nothing(x, _) -> tuple:
-        return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
-
+    nothing = tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
     also_divided = functions.are_plain and tokens.temperature is not None  # plain JAX stores z / temperature too
     arrays = 2 if also_divided else 1
-    results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
+    results = layer.on_kept_rows(drawn, x, tokens, nothing, arrays * dtype.itemsize)
     return tuple(map(tokens.zero_if_left_out, results))
 
 

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk
@@ -69,8 +68,8 @@ def projection(functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
     # with a teacher, `logits_and_statistics` merges over the mesh
     stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
-    found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
-    return found if merged else layer.merged(found, x)
+    found = layer.on_kept_rows(statistics, x, tokens, layer.no_statistics(x, tokens), stored, merged=merged)
+    return found if merged else found.merged(layer.mesh_axes, layer.vocab)
 
 
 def projection_grad(
@@ -118,7 +117,7 @@ def _gradients_of_rows(layer: Projection, rows: _Rows):
     step = functools.partial(_add_chunk, layer, rows, written, scale)
 
     dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
+    carry = *_no_results(layer, rows), None, layer.vary(dbias, merged=False)
     sums: Any = chunks.over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
     *per_row, dw, dbias = sums
 
@@ -134,9 +133,7 @@ def _no_results(layer: Projection, rows: _Rows) -> tuple[Statistics, jax.Array]:
     x = rows.x
     statistics = layer.no_statistics(x, rows.tokens) if rows.known is None else rows.known
     dx = jnp.zeros_like(x, widen(x).dtype if layer.partial_dx else x.dtype)
-    statistics, dx = vary_together((statistics, dx), rows, layer.w, but=layer.mesh_axes)[0]
-    differs = layer.partial_dx and is_tracked(layer.mesh_axes)
-    return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
+    return layer.vary(statistics), layer.vary(dx, merged=not layer.partial_dx)
 
 
 def _way_to_dw(layer: Projection, x) -> tuple[Any, Any]:
@@ -199,11 +196,14 @@ def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
     of_chunk = layer.dw(x, dz, written)
     dw = of_chunk if dw is None else dw + of_chunk
-    dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
     if dbias is not None:
         dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
-    statistics = chunk.put(statistics, found) if rows.known is None else statistics
-    return statistics, chunk.put(dx, dx_rows.astype(dx.dtype)), dw, dbias
+
+    def put(a, part):
+        return chunk.put(a, chunk.replace_seen(part, chunk.slice(a)))
+
+    statistics = jax.tree.map(put, statistics, found) if rows.known is None else statistics
+    return statistics, put(dx, dx_rows.astype(dx.dtype)), dw, dbias
 
 
 def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
@@ -217,13 +217,11 @@ def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
         tokens = tokens._replace(temperature=temperature)
     known = chunk.slice(rows.known)
     if layer.head.teacher:
-        found, dz = divergence.gradient(layer, x, tokens, weights, known)
-        return found, vary_together(dz, rows.x, layer.w)[0], None
+        return *divergence.gradient(layer, x, tokens, weights, known), None
 
     found, coefficients, dz, factor = layer.functions.dlogits(layer, x, tokens, weights, known)
     at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, layer.head)
-    dz, factor = _put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
-    return found, *vary_together(dz, factor, rows.x, layer.w)[:2]
+    return found, *_put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
 
 
 def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int) -> tuple[Any, Any]:
@@ -233,13 +231,11 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int)
     """
     columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
     if factor is None:
-        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
         rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-        return dz.at[rows, columns].set(at_labels, mode="drop"), None
+        return dz.at[rows, columns].set(at_labels.astype(dz.dtype), mode="drop"), None
     if tokens.several:
         # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
         apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
-        dz, apart, factor = vary_together(dz, apart, factor)
         dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
         factor = jnp.where(apart, 1, factor)
     at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)

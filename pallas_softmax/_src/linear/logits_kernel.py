@@ -26,6 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import laid_out, twin
 from pallas_softmax._src.gpu.kernel import traced_once
@@ -34,7 +35,7 @@ from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, To
 from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
-from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.normalizers import Moments, Normalizer
 
 
 def reduce_logits(
@@ -56,13 +57,13 @@ def reduce_logits(
     m = jnp.max(z, axis=1)
     sums_gmem.normalizer.m[own] = m
     r = normalizers.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
-    if sums_gmem.t is None:
-        e = jnp.exp(z - _broadcast_rows(r, z))
-    else:  # for the entropy and the argmax
+    if head.entropy:
         sums_gmem.argmax[own] = _first_of_largest(z, m, column)
         below = normalizers.distance(z, _broadcast_rows(r, z))
         e = jnp.exp(below)
-        sums_gmem.t[own] = jnp.sum(below * e, axis=1)
+        sums_gmem.normalizer.t[own] = jnp.sum(below * e, axis=1)
+    else:
+        e = jnp.exp(z - _broadcast_rows(r, z))
     sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
 
     if reference_gmem is not None:
@@ -118,7 +119,8 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
     sums = Statistics(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
     if head.entropy:
-        sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
+        argmax = jax.ShapeDtypeStruct(number.shape, jnp.int32)
+        sums = sums._replace(normalizer=Moments(number, number, number), argmax=argmax)
     if tokens.several:
         count = number.shape[1] * tokens.labels.shape[1]
         sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
@@ -153,7 +155,8 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     epilogue = functools.partial(epilogue, head, vocab)
     staged = stored and stored.dtype
     options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
-    return product(epilogue, x, w, (inputs, per_row), results, **options)
+    results = product(epilogue, x, w, (inputs, per_row), results, **options)
+    return vary_together(results, x, w, inputs, per_row)[0]  # their types would vary over no mesh axis
 
 
 # ---- Logits in registers

@@ -101,8 +101,8 @@ def describe(operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] 
     )
 
 
-def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
-    """Returns x, w, bias and the arrays of tokens with shardings that fit together, if their types have any.
+def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...], *, gathered: bool = False) -> tuple:
+    """Returns x, w, bias and the arrays of tokens with types that fit together: shardings, or axes of `shard_map`.
 
     x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
     sharded as an operation takes them. So are all, if `gathered`.
@@ -110,13 +110,23 @@ def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tupl
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
-        return arrays
+        x, w, columns, *per_token = arrays
+        return _vary_alike((x, *vary_together(w, columns, over=mesh_axes), *per_token), mesh_axes)
     dimensions = _DimensionsOfProjection(PROJECTION, arrays, {"head": head}, ())
     given = [jax.typeof(a).sharding.spec for a in leaves]
     _, as_taken, as_gradients = dimensions.specs(given, mesh.shape, dimensions.arguments)
     specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
+
+
+def _vary_alike(arrays: tuple, mesh_axes: tuple[str, ...]) -> tuple:
+    """Returns x, w, columns and the arrays of tokens, cast to vary over all mesh axes that one of them varies over.
+
+    Only w and columns vary over `mesh_axes`, which divide the columns.
+    """
+    x, _, _, *per_token = vary_together(*arrays, but=mesh_axes)
+    return x, *vary_together(*arrays)[1:3], *per_token
 
 
 def given_specs(*arrays: Any) -> tuple[P, ...] | None:
@@ -160,7 +170,7 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
 def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes."""
-    x, w, columns, *per_token = arrays
+    x, w, columns, *per_token = _vary_alike(arrays, layout.columns)
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
 

@@ -20,14 +20,16 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
+from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear import xla as xla_projection
+from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
-from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
@@ -83,13 +85,13 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
         assert not layer.head.entropy  # a gradient with an entropy knows its statistics
         reference, sums, e = _exponentials(layer, x, tokens)
-        found = layer.merged(_merged_tiles(sums, reference, tokens, layer.vocab), x)
-        coefficients = layer.coefficients(found, weights, tokens)
+        found = _merged_tiles(sums, reference, tokens, layer.vocab).merged(layer.mesh_axes, layer.vocab)
+        coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
         return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
     arrays, head = (x, layer.w, layer.columns.bias, tokens), layer.head
-    found = layer.merged(statistics(*arrays, head=head), x) if known is None else known
-    coefficients = layer.coefficients(found, weights, tokens)
+    found = statistics(*arrays, head=head).merged(layer.mesh_axes, layer.vocab) if known is None else known
+    coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
     return found, coefficients, logit_gradients(*arrays, coefficients, head=head), None
 
 
@@ -107,41 +109,38 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
         d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
-    def once_more(state):
-        (reference, sums, _), _ = state
+    def once_more(first):
+        reference, sums, _ = first
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
-        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
+        return exponentials(jnp.where(out_of_range(sums), m, reference))
 
     columns = min(_GUESS_COLUMNS, head.vocab(w))
     first_w = w[:columns] if head.transpose_w else w[:, :columns]
     first_bias = None if bias is None else bias[:columns]
     guess = jnp.max(xla_projection.logits(x, first_w, first_bias, tokens, head=head), 1)
     first = exponentials(normalizers.shift(largest(guess)))
-    state = first, jnp.any(out_of_range(first[1]))
-    return lax.while_loop(lambda state: state[1], once_more, state)[0]
+    return changed_if(jnp.any(out_of_range(first[1])), once_more, first)
 
 
 def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    rows, (m, d) = len(tokens.labels), sums.normalizer
+    rows, tiles = len(tokens.labels), sums.normalizer
+    m = jnp.max(tiles.m, 0)
     if reference is None:
-        tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
-        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None], total=_total)
-        normalizer = Normalizer(m[:rows], d[:rows])
+        normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=_total)
+        normalizer = jax.tree.map(lambda a: a[:rows], normalizer)
     else:
-        m = jnp.max(m, 0)[:rows]
-        d = _total(d)[:rows]
-        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
+        d = _total(tiles.d)[:rows] * jnp.exp(reference - normalizers.shift(m[:rows]))
+        normalizer = Normalizer(m[:rows], d)
     if tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
         label_logit = jnp.sum(sums.label_logit, 0)[:rows]
-    found = Statistics(normalizer, label_logit, None if sums.total is None else _total(sums.total)[:rows])
-    if sums.t is None or sums.argmax is None:
-        return found
-    first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
-    argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
-    return found._replace(t=t[0][:rows], argmax=argmax[:rows])
+    total, argmax = None if sums.total is None else _total(sums.total)[:rows], None
+    if sums.argmax is not None:
+        columns = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N + sums.argmax
+        argmax = jnp.min(normalizers.if_largest(columns, tiles.m, m), 0)[:rows]
+    return Statistics(normalizer, label_logit, total, argmax)
 
 
 def _total(a, axis: int = 0) -> jax.Array:
