@@ -19,7 +19,6 @@ from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out
-from pallas_softmax._src.normalizers import Normalizer
 
 # Any: pyright does not see what the functions return
 _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,7 +79,7 @@ def per_token(static: Static, x, w, columns: Columns, tokens: Tokens) -> Any:
 
 def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
     losses, logsumexp = static.losses(statistics, tokens), formulas.logsumexp(statistics, tokens)
-    if isinstance(statistics.normalizer, Normalizer):
+    if statistics.argmax is None:
         return losses, logsumexp
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
     return losses, normalizers.entropy(statistics.normalizer), logsumexp, bits

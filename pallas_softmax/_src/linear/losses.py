@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import at
-from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards
 from pallas_softmax._src.temperatures import is_zero, times_power
 
@@ -123,7 +123,7 @@ class Divergence(NamedTuple):
 class Statistics(NamedTuple):
     """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic."""
 
-    normalizer: Normalizer | Moments  # Moments for `Head.entropy`
+    normalizer: Any  # `Normalizer`; `Moments` for `Head.entropy`
     label_logit: jax.Array  # z at the label; 0 for a label outside [0, V). (rows, K) for several labels
     total: jax.Array | None  # the sum of z over the row; None without label smoothing
     argmax: jax.Array | None = None  # int32, the first column of the largest z; None without `Head.entropy`
