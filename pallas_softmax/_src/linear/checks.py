@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch.choose import ImplementationName, choose
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
 from pallas_softmax._src.dispatch.mesh_types import varies
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
@@ -167,12 +167,13 @@ def checked_call(
     variables = (x, w, columns, weights, tokens.label_probs)
     x, w, columns, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
+    choices = (chosen(operation, given, options) for operation in (PROJECTION, PROJECTION_GRAD))
+    return Static(name, *choices, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
 
-    def chosen(op: Operation) -> Choice:
-        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
-    static = Static(name, chosen(PROJECTION), chosen(PROJECTION_GRAD), head, workspace_bytes, vocab)
-    return static, (x, w, columns, weights, tokens)
+def chosen(operation: Operation, given: Checked, options: Options) -> Choice:
+    call = describe(operation, given.x, given.w, given.head, given.mesh_axes, function=options.function)
+    return choose(call, options.implementation) if operation.kernels else choose_plain(call)
 
 
 def _with_teacher(student: Checked, tokens: Tokens, options: Options):

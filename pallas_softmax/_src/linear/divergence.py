@@ -102,12 +102,16 @@ def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | 
     def step(x, tokens: Tokens, weights, known):
         logits, statistics = logits_and_statistics(layer, x, tokens, known)
         # Otherwise XLA may store arrays that the sums and dz share, such as exponentials in float32.
-        logits = lax.optimization_barrier(logits)
-        return statistics, _dz(layer, logits, statistics, tokens, weights).astype(x.dtype)
+        z, u = lax.optimization_barrier(logits)
+        of_rows = statistics.divergence
+        assert of_rows is not None
+        log_p, log_q = _log_softmax(u, of_rows.teacher), _log_softmax(z, statistics.normalizer)
+        dz = slopes(log_p, log_q, of_rows.student[:, None], layer.head.beta)
+        factor = weights if tokens.temperature is None else weights / tokens.divisor
+        dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
+        return statistics, jnp.where(formulas.is_weightless(weights)[:, None], 0, dz).astype(x.dtype)
 
-    dz = layer.vary(lax.empty((x.shape[0], layer.head.width(layer.w)), x.dtype), merged=False)
-    empty = layer.vary(layer.no_statistics(x, tokens)), dz
-    return layer.in_chunks(step, (x, tokens, weights, known), empty, bytes_per_logit(layer, x))
+    return layer.in_chunks(step, (x, tokens, weights, known), bytes_per_logit(layer, x))
 
 
 def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
@@ -133,13 +137,3 @@ def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistic
 def _log_softmax(z, normalizer: Normalizer):
     m, d = normalizer
     return (z - normalizers.shift(m)[:, None]) - jnp.log(d)[:, None]
-
-
-def _dz(layer: Projection, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
-    (z, u), known = logits, statistics.divergence
-    assert known is not None
-    log_p, log_q = _log_softmax(u, known.teacher), _log_softmax(z, statistics.normalizer)
-    dz = slopes(log_p, log_q, known.student[:, None], layer.head.beta)
-    factor = weights if tokens.temperature is None else weights / tokens.divisor
-    dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
-    return jnp.where(formulas.is_weightless(weights)[:, None], 0, dz)

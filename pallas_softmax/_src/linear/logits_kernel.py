@@ -117,13 +117,12 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     rows, columns = len(x), head.width(w)
     padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
     number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
-    sums = Statistics(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
-    if head.entropy:
-        argmax = jax.ShapeDtypeStruct(number.shape, jnp.int32)
-        sums = sums._replace(normalizer=Moments(number, number, number), argmax=argmax)
-    if tokens.several:
-        count = number.shape[1] * tokens.labels.shape[1]
-        sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
+    sums = Statistics(
+        Moments(number, number, number) if head.entropy else Normalizer(number, number),
+        jax.ShapeDtypeStruct((padded_rows * tokens.labels.shape[1],), jnp.float32) if tokens.several else number,
+        None if tokens.label_smoothing is None else number,
+        jax.ShapeDtypeStruct(number.shape, jnp.int32) if head.entropy else None,
+    )
     name = "linear_statistics" if stored is None else "linear_logits"
     if reference is not None:
         name, stored = "linear_exponentials", x.dtype

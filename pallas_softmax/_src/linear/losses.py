@@ -74,8 +74,8 @@ _COLD = 2.0**-80
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,). None leaves a number out.
 
-    `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
-    that it is computed from (`sample/noise.py`); or (rows, V of all devices).
+    `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them: (rows, 1). The noise is
+    (rows, 4), words that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
     # int32 columns of the whole w; a number outside [0, V) is no column. (rows, K) for several labels

@@ -48,9 +48,8 @@ _ONE_DERIVATIVE = (
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs an operation of a projection on x, w, columns, and arrays with one number per token.
 
-    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
-    slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
-    statistics or winners run slice by slice as well. A mesh divides slices as it divides tokens.
+    A vmap whose slices share w and bias becomes one call with more tokens. Other slices run one by one, as do all
+    slices of a gradient: each has its own dw. A mesh divides slices as it divides tokens.
 
     Two static arguments are for this file. `given` is the specs of x, w and bias before they were gathered, or None.
     `slices` is the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
@@ -71,17 +70,14 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 
     @call.def_vmap
     def _(axis_size, in_batched, *arrays):
-        x, w, columns, *per_token = arrays
-        x_batched, w_batched, columns_batched, *per_token_batched = in_batched
+        _, w, columns, *_ = arrays
         slices = static.get("slices", ())
-        if slices or choice.call.operation is PROJECTION_GRAD or any(jax.tree.leaves((w_batched, columns_batched))):
+        if slices or choice.call.operation is PROJECTION_GRAD or any(jax.tree.leaves(in_batched[1:3])):
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
-            x, *per_token = jax.tree.map(
-                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
-                [x, *per_token],
-                [x_batched, *per_token_batched],
+            x, _, _, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)), arrays, tuple(in_batched)
             )
             out = call(x, w, columns, *per_token)
         return out, jax.tree.map(lambda _: True, out)
@@ -111,23 +107,14 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...], *, gathered: 
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
-        x, w, columns, *per_token = arrays
-        return _vary_alike((x, *vary_together(w, columns, over=mesh_axes), *per_token), mesh_axes)
+        x, w, columns, *per_token = vary_together(*arrays, but=mesh_axes)
+        return x, *vary_together(w, columns, over=mesh_axes), *per_token
     names, _, sizes = _names(PROJECTION, arrays, {"head": head}, ())
     specs = [jax.typeof(a).sharding.spec for a in leaves]
     as_taken, as_gradients, _ = _layout(names, names, sizes, None, specs, mesh.shape)
     specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
-
-
-def _vary_alike(arrays: tuple, mesh_axes: tuple[str, ...]) -> tuple:
-    """Returns x, w, columns and the arrays of tokens, cast to vary over all mesh axes that one of them varies over.
-
-    Only w and columns vary over `mesh_axes`, which divide the columns.
-    """
-    x, _, _, *per_token = vary_together(*arrays, but=mesh_axes)
-    return x, *vary_together(*arrays)[1:3], *per_token
 
 
 def given_specs(*arrays: Any) -> tuple[P, ...] | None:
@@ -171,7 +158,7 @@ def _on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _
 
 def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], layout: _Layout) -> Any:
     """Runs the operation on one device's shards. The implementation is chosen again, for their shapes."""
-    x, w, columns, *per_token = _vary_alike(arrays, layout.columns)
+    x, w, columns, *per_token = arrays
     batch, op = x.shape[:-1], choice.call.operation
     rows = math.prod(batch)
 

@@ -26,7 +26,7 @@ from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
-from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
+from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.normalizers import Normalizer
@@ -48,7 +48,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
         return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
     if 0 in (call.rows, call.vocab, call.depth):
         return Refusal("an array is empty")
-    if call.vocab < TILE_N:  # most of a tile would be idle
+    if call.vocab < TILE_N:  # most of a tile would be idle; see also `product.store`
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
 
@@ -176,15 +176,14 @@ def _on_whole_atoms(
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
-    wide = max(wide, FEWEST_COLUMNS)  # only in tests: `plan` refuses so few columns
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
         return operation(x, w, columns, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int, mode: str = "constant"):
-        sizes = zip(shape, a.shape)
-        return jnp.pad(a, [(0, to - size) for to, size in sizes] + [(0, 0)] * (a.ndim - len(shape)), mode)
+        shape += a.shape[len(shape) :]
+        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape)], mode)
 
     def whole_w(w, deep: int):
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
@@ -192,11 +191,9 @@ def _on_whole_atoms(
     w = whole_w(w, deep)
     tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
-    teacher_w = columns.teacher_w
-    columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
+    columns = jax.tree.map(lambda a: whole_w(a, teacher_deep) if a.ndim == 2 else extended(a, wide), columns)
     if head.teacher is not None:
         tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
-        columns = columns._replace(teacher_w=whole_w(teacher_w, teacher_deep))
         head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
     head = dataclasses.replace(head, columns=vocab)
     results = operation(extended(x, rows, deep), w, columns, tokens, *per_token, head=head, **static)

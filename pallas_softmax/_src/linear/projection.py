@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
-from pallas_softmax._src.linear.losses import Coefficients, Columns, Divergence, Head, Statistics, Tokens
-from pallas_softmax._src.normalizers import Moments, Normalizer, widen
+from pallas_softmax._src.linear.chunks import chunk_rows, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.losses import Coefficients, Columns, Head, Statistics, Tokens
+from pallas_softmax._src.normalizers import Normalizer
 
 
 class ChunkFunctions(NamedTuple):
@@ -65,64 +65,43 @@ class Projection:
     def whole_vocab(self) -> int:  # on all devices
         return self.vocab * lax.axis_size(self.mesh_axes)
 
-    def on_kept_rows(self, step: Callable, x, tokens: Tokens, empty, bytes_per_logit: float, *, merged=True) -> Any:
-        """Returns step(x, tokens), computed from the kept rows, chunk by chunk.
+    def on_kept_rows(self, step: Callable, x, tokens: Tokens, bytes_per_logit: float) -> Any:
+        """Returns step(x, tokens), computed from the kept rows, chunk by chunk; 1 for other rows.
 
-        `empty` are the results of rows that are left out: see `chunks.on_kept_rows`. The other arguments are as for
-        `in_chunks`.
+        It is 1 because statistics of 1 are harmless: no number that follows from them is NaN. See also `in_chunks`.
         """
-        empty = self.vary(empty, merged=merged)
 
         def computed(rows):
-            of_rows = jax.tree.map(lambda a: a[: len(rows[0])], empty)
-            return self.in_chunks(step, rows, of_rows, bytes_per_logit), None
+            return self.in_chunks(step, rows, bytes_per_logit), None
 
-        return on_kept_rows(computed, tokens.kept, (x, tokens), empty)[0]
+        return on_kept_rows(computed, tokens.kept, (x, tokens), left_out=1)[0]
 
-    def in_chunks(self, step: Callable, rows: tuple, empty, bytes_per_logit: float) -> Any:
+    def in_chunks(self, step: Callable, rows: tuple, bytes_per_logit: float) -> Any:
         """Returns step(*rows), computed chunk by chunk.
 
         Args:
           step: maps some rows of the arrays to a tree of arrays (rows, ...). It stores `bytes_per_logit`.
           rows: trees of arrays (n, ...); the first one is an array.
-          empty: arrays like the results of all rows, with any contents.
         """
         n = rows[0].shape[0]
-
-        def put(chunk: Chunk, results):
-            return chunk.put(results, step(*chunk.slice(rows)))
-
-        return over_chunks(n, chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes), put, empty)
-
-    def vary(self, results, *, merged: bool = True) -> Any:
-        """Returns results, cast to vary over the mesh axes of rows; and over `mesh_axes` if they are not merged."""
-        return vary_together(results, self.w, but=self.mesh_axes if merged else ())[0]
+        size = chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
+        return over_chunks(n, size, lambda chunk, _: (step(*chunk.slice(rows)), None), with_sums=False)[0]
 
     def with_own_labels(self, tokens: Tokens, x) -> Tokens:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
         labels = tokens.labels
         if labels is None:
-            labels = self.vary(jnp.full(x.shape[:1], -1, jnp.int32))
+            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
         elif self.mesh_axes:
             labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
         return tokens._replace(labels=labels)
 
-    def no_statistics(self, x, tokens: Tokens) -> Statistics:
-        """Returns harmless statistics, for rows that are left out."""
-        zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
-        normalizer = Normalizer(zeros, jnp.ones_like(zeros))
-        return Statistics(
-            Moments(*normalizer, zeros) if self.head.entropy else normalizer,
-            label_logit=jnp.zeros(tokens.labels.shape, zeros.dtype),
-            total=None if tokens.label_smoothing is None else zeros,
-            argmax=zeros.astype(jnp.int32) if self.head.entropy else None,
-            divergence=Divergence(normalizer, zeros, zeros) if self.head.teacher else None,
-        )
-
     def dx(self, dz, factor) -> jax.Array:
         """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
-        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
+        if self.partial_dx:
+            return dx
+        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes else dx.astype(dz.dtype)
 
     def dw(self, x, dz, dtype=None) -> jax.Array:
         """Returns x.T @ dz, or its transpose for head.transpose_w, in a dtype; None for the one of the arithmetic."""
