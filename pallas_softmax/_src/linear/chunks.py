@@ -87,9 +87,12 @@ def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], *, with_su
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
         return jax.tree.map(put, results, parts), sums
 
+    def empty(part):
+        return vary_together(lax.empty((n, *part.shape[1:]), part.dtype, out_sharding=part.sharding), part)[0]
+
     first = jnp.int32(0)
     parts, _ = jax.eval_shape(lambda: step(Chunk(first, rows, 0), None))
-    carry = jax.tree.map(lambda a: vary_together(lax.empty((n, *a.shape[1:]), a.dtype), a)[0], parts), None
+    carry = jax.tree.map(empty, parts), None
     if with_sums:
         carry = body(first, carry)
         # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the

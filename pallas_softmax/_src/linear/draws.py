@@ -47,8 +47,8 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
-    also_divided = functions.are_plain and tokens.temperature is not None  # plain JAX stores z / temperature too
-    arrays = 2 if also_divided else 1
+    # plain JAX stores z / temperature too
+    arrays = 2 if functions.are_plain and tokens.temperature is not None else 1
     return layer.on_kept_rows(drawn, x, tokens, arrays * dtype.itemsize)
 
 

@@ -148,7 +148,9 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),
-        _inverse_temperature(tokens, tiling),
+        # It must have its own array. The temperature of a chunk is a slice; XLA may pass a slice by its address, and
+        # Mosaic GPU needs inputs that are aligned to 256 bytes.
+        None if tokens.temperature is None else _padded(1 / tokens.divisor, tiling.cluster_rows, 1),
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
@@ -289,17 +291,6 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
     tile = labels.reshape(-1, WARPGROUP_ROWS, 1) // TILE_N
     tiles = jnp.arange(-(-columns // TILE_N), dtype=jnp.int32)[None, None]
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
-
-
-def _inverse_temperature(tokens: Tokens, tiling: Tiling):
-    """Returns 1 / temperature of each row, in an array of its own; None without temperatures.
-
-    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA
-    may pass a slice by its address.
-    """
-    if tokens.temperature is None:
-        return None
-    return _padded(1 / tokens.divisor, tiling.cluster_rows, 1)
 
 
 def _padded(a, multiple: int, value=0):

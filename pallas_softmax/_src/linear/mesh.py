@@ -15,6 +15,7 @@ Explicit mesh axes go through `jax.shard_map`, Auto ones through XLA's partition
 (`dispatch/mesh.py`).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
 from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, rounded_sum, shared_axes, spec_of, vary_together
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
@@ -86,16 +88,9 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 
 
 def describe(operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
-    return Call(
-        operation=operation,
-        dtype=x.dtype.name,
-        rows=math.prod(x.shape[:-1]),
-        vocab=head.vocab(w),
-        depth=x.shape[-1],
-        objection=symbolic(x.shape + w.shape),
-        mesh_axes=mesh_axes,
-        function=function,
-    )
+    logits: Any = jax.ShapeDtypeStruct((*x.shape[:-1], head.vocab(w)), x.dtype)
+    call = describe_rows(operation, logits, (x.ndim - 1,), None, mesh_axes, function=function)
+    return dataclasses.replace(call, depth=x.shape[-1], objection=symbolic(x.shape + w.shape))
 
 
 def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...], *, gathered: bool = False) -> tuple:
@@ -196,14 +191,14 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
         condition, gradient = vary_together(finite, gradient)
         return jnp.where(condition, gradient, 0)
 
-    def summed(part, like, axes: tuple[str, ...], divided: dict):
-        return None if like is None else _sum_over(part, like.dtype, axes, divided, zero_unless_finite)
-
     dx, dw, dbias = gradients
     v = 0 if keywords["head"].transpose_w else 1
-    dx = summed(dx, x, layout.columns if any(layout.dx) else (), dict(enumerate(layout.dx)))
-    dw = summed(dw, w, layout.tokens, {1 - v: layout.dw, v: layout.dv})
-    return statistics, dx, dw, summed(dbias, columns.bias, layout.tokens, {0: layout.dv})
+    over_columns = layout.columns if any(layout.dx) else ()
+    dx = _sum_over(dx, x.dtype, over_columns, dict(enumerate(layout.dx)), zero_unless_finite)
+    dw = _sum_over(dw, w.dtype, layout.tokens, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
+    if dbias is not None:
+        dbias = _sum_over(dbias, columns.bias.dtype, layout.tokens, {0: layout.dv}, zero_unless_finite)
+    return statistics, dx, dw, dbias
 
 
 def _zeros(gradients):

@@ -127,7 +127,7 @@ def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> St
     rows, tiles = len(tokens.labels), sums.normalizer
     m = jnp.max(tiles.m, 0)
     if reference is None:
-        normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=_total)
+        normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=lambda a, _: _total(a))
         normalizer = jax.tree.map(lambda a: a[:rows], normalizer)
     else:
         d = _total(tiles.d)[:rows] * jnp.exp(reference - normalizers.shift(m[:rows]))
@@ -143,9 +143,8 @@ def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> St
     return Statistics(normalizer, label_logit, total, argmax)
 
 
-def _total(a, axis: int = 0) -> jax.Array:
+def _total(a) -> jax.Array:
     """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
-    del axis  # always 0
     while len(a) > 1:
         groups = -(-len(a) // _ADDED)
         a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
