@@ -168,7 +168,7 @@ def checked_call(
     x, w, columns, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
     choices = (chosen(operation, given, options) for operation in (PROJECTION, PROJECTION_GRAD))
-    return Static(name, *choices, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
+    return Static(*choices, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
 
 
 def chosen(operation: Operation, given: Checked, options: Options) -> Choice:
@@ -252,7 +252,11 @@ def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
         labels = _labels(name, labels, given, several=tokens.label_probs is not None)
         found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
         if (probs := tokens.label_probs) is not None:
-            found["label_probs"] = _label_probs(name, probs, labels, where, given.dtype)
+            probs = arguments.array(name, "label_probs", probs).astype(given.dtype)
+            if probs.shape != labels.shape:
+                shapes = f"{labels.shape}, got {probs.shape}"
+                raise ValueError(f"{name}: label_probs must have the shape of labels, {shapes}")
+            found["label_probs"] = probs if where is None else jnp.where(where[..., None], probs, 0)
         if labels.shape[len(given.batch) :] == (0,):  # kernels need a label
             one_more = [(0, 0)] * len(given.batch) + [(0, 1)]
             for of in ("labels", "label_probs"):
@@ -274,13 +278,6 @@ def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array
         raise ValueError(
             f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch}, got {value.shape}"
         ) from None
-
-
-def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
-    probs = arguments.array(name, "label_probs", probs).astype(dtype)
-    if probs.shape != labels.shape:
-        raise ValueError(f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}")
-    return probs if where is None else jnp.where(where[..., None], probs, 0)
 
 
 def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:

@@ -120,8 +120,7 @@ def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, left_ou
         unique = {"mode": "promise_in_bounds", "unique_indices": True}
 
         def whole(part, number):
-            a = vary_together(jnp.full((n, *part.shape[1:]), number, part.dtype), part)[0]
-            return a.at[first].set(part, **unique)
+            return jnp.full_like(part, number, shape=(n, *part.shape[1:])).at[first].set(part, **unique)
 
         per_row, sums = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
         return jax.tree.map(whole, per_row, jax.tree.broadcast(left_out, per_row)), sums

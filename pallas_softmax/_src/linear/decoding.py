@@ -203,8 +203,7 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
 def _choice_for_logits(operation: Operation, given: Checked, options: Options, k=None) -> Choice:
     """Returns the choice of an operation on this device's logits."""
     logits: Any = jax.ShapeDtypeStruct((*given.batch, given.head.vocab(given.w)), given.dtype)
-    axes, name = (len(given.batch),), options.function
-    call = describe_rows(operation, logits, axes, None, given.mesh_axes, k, function=name)
+    call = describe_rows(operation, logits, (len(given.batch),), None, given.mesh_axes, k, function=options.function)
     choice = choose(call, options.implementation)
     choice.required_cuda()
     return choice

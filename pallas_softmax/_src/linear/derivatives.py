@@ -27,7 +27,6 @@ _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 class Static(NamedTuple):
     """Everything about a call that is known while tracing; hashable."""
 
-    function: str  # the public function
     forward: Choice  # computes the statistics
     gradient: Choice
     head: Head
@@ -43,7 +42,7 @@ class Static(NamedTuple):
         return as_tokens(choice, *arrays, **keywords)
 
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
-        return formulas.token_losses(self.function, statistics, tokens, self.vocab)
+        return formulas.token_losses(self.forward.call.function, statistics, tokens, self.vocab)
 
     def share(self, cotangent) -> Any:
         """Returns a device's share of the cotangent of an argument that is the same on all devices; None stays."""
@@ -177,7 +176,7 @@ def _arrays(static: Static, *primals) -> tuple[tuple[Any, ...], bool]:
     for name, number in tokens._asdict().items():
         if number is not None and name not in ("labels", "label_probs") and number.perturbed:
             raise NotImplementedError(
-                f"{static.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
+                f"{static.forward.call.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
             )
     arrays = jax.tree.map(lambda a: a.value, primals, is_leaf=lambda a: isinstance(a, CustomVJPPrimal))
     return arrays, w.perturbed

@@ -34,7 +34,7 @@ from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pac
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
-from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
+from pallas_softmax._src.linear.several_labels import ROW_LAYOUT, SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 
@@ -171,7 +171,7 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
     column = _columns(acc.shape)
     z = acc
     if inputs.bias is not None:
-        bias = _load(inputs.bias.at[pl.ds(place.column, acc.shape[1])], 0)
+        bias = load_as(inputs.bias.at[pl.ds(place.column, acc.shape[1])], plgpu.Layout.WGMMA.reduce(0))
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
@@ -185,7 +185,7 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
 
 
 def _logit_at_label(z, labels_gmem: Any, place: Place, column):
-    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW_LAYOUT)
 
     def at_label():
         own = _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, z)
@@ -207,10 +207,9 @@ def _first_of_largest(z, m, column):
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
     compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
-    row_layout: Any = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=row_layout)
+    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=ROW_LAYOUT)
 
-    @inline(arg_types=(plgpu.Layout.WGMMA, row_layout), return_type=result)
+    @inline(arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT), return_type=result)
     def first_of_largest(_, z, m):
         in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
         columns, registers = z.registers.reshape(-1, 2), []
@@ -228,7 +227,7 @@ def _first_of_largest(z, m, column):
             for distance in 1, 2:
                 first = arith.minsi(first, utils.shfl_bfly(first, distance))
             registers.append(pack([first]))
-        return array(row_layout.to_mgpu(), m.shape, registers)
+        return array(ROW_LAYOUT.to_mgpu(), m.shape, registers)
 
     return first_of_largest(z, m)
 
@@ -298,11 +297,7 @@ def _padded(a, multiple: int, value=0):
 
 
 def _load_per_row(gmem, place: Place):
-    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1)
-
-
-def _load(gmem, reduced: int):
-    return load_as(gmem, plgpu.Layout.WGMMA.reduce(reduced))
+    return load_as(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], ROW_LAYOUT)
 
 
 def _broadcast_rows(per_row, like):

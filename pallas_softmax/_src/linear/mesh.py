@@ -180,7 +180,7 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
         if finite is not True:  # the loop does not read finite gradients
-            gradients = changed_if(~finite, _zeros, gradients)
+            gradients = changed_if(~finite, functools.partial(jax.tree.map, jnp.zeros_like), gradients)
         return statistics, *gradients
 
     # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
@@ -199,10 +199,6 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     if dbias is not None:
         dbias = _sum_over(dbias, columns.bias.dtype, layout.tokens, {0: layout.dv}, zero_unless_finite)
     return statistics, dx, dw, dbias
-
-
-def _zeros(gradients):
-    return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
 
 
 def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:

@@ -114,9 +114,8 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference))
 
-    columns = min(_GUESS_COLUMNS, head.vocab(w))
-    first_w = w[:columns] if head.transpose_w else w[:, :columns]
-    first_bias = None if bias is None else bias[:columns]
+    first_w = w[:_GUESS_COLUMNS] if head.transpose_w else w[:, :_GUESS_COLUMNS]
+    first_bias = None if bias is None else bias[:_GUESS_COLUMNS]
     guess = jnp.max(xla_projection.logits(x, first_w, first_bias, tokens, head=head), 1)
     first = exponentials(normalizers.shift(largest(guess)))
     return changed_if(jnp.any(out_of_range(first[1])), once_more, first)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
+from pallas_softmax._src.dispatch.mesh_types import rounded_sum
 from pallas_softmax._src.linear.chunks import chunk_rows, on_kept_rows, over_chunks
 from pallas_softmax._src.linear.losses import Coefficients, Columns, Head, Statistics, Tokens
 from pallas_softmax._src.normalizers import Normalizer
@@ -91,7 +91,7 @@ class Projection:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
         labels = tokens.labels
         if labels is None:
-            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+            labels = jnp.full_like(x, -1, jnp.int32, shape=x.shape[:1])
         elif self.mesh_axes:
             labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
         return tokens._replace(labels=labels)

@@ -29,8 +29,7 @@ def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[ja
     if head.columns is not None:
         z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
     divided = stored(tokens.divided(z)) if head.undivided else z
-    m, d = normalizers.reduce(divided, (1,), chunk=z.shape[1])
-    return z, Normalizer(m[:, 0], d[:, 0])
+    return z, jax.tree.map(lambda a: a[:, 0], normalizers.reduce(divided, (1,), chunk=z.shape[1]))
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
