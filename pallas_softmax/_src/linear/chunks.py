@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
         """Returns `part`, a number for each of these rows, with 0 in rows of the chunk before."""
         if self.start is None:
             return part
-        return jnp.where(jnp.arange(self.rows) < self.seen, 0, part)
+        return jnp.where(lax.iota(jnp.int32, self.rows) < self.seen, 0, part)
 
 
 def is_one_chunk(n: int, rows: int) -> bool:

@@ -193,8 +193,8 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
         of_key = noise.gumbel_array(key, shape, axis, given.dtype, mode)
     # The temperature also says which tokens have a filter out of range: it is NaN there.
     tokens = Tokens(None, None if is_default else t[..., 0], kept=where, draw=(of_key, *filters))
-    of_tokens = dict(zip(numbers, per_row)) | {"x": given.x, "where": where, "key": of_key}
-    checks.check_replicated(options, given.mesh_axes, **of_tokens)
+    of_rows = dict(zip(numbers, per_row))
+    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **of_rows)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))
     return Sample(*_run_on_constants(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))
