@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_softmax._src.linear import mosaic_gpu, product
-from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.gradients import _dz_of_chunk, _Rows
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, coefficients
 from pallas_softmax._src.linear.projection import Projection
@@ -81,7 +80,7 @@ def test_interpreted_gradient_at_the_label(head, numbers):
     @jax.jit
     def run(x, w, tokens):
         layer = Projection(mosaic_gpu.FUNCTIONS, w, Columns(), head, LARGE)
-        return _dz_of_chunk(layer, _Rows(x, tokens, weights, None), Chunk(None, 8, 0), x, weights)
+        return _dz_of_chunk(layer, _Rows(x, tokens, weights, None))
 
     found, e, of_rows = run(x, w, tokens)
     dz = of_rows[:, None] * e.astype(jnp.float32)

@@ -430,7 +430,7 @@ def operation_stats(operations, arguments, labels, t, g, *, transpose_w, workspa
     weights = jnp.stack([-g[0], g[1], g[2]], -1)
     _, *gradients = operations["projection_grad"](*held, weights, found, **static)
     log_probs, lse = -projection.losses(found, held[-1], None), normalizers.log_of(found.normalizer)
-    stats = log_probs, normalizers.entropy(found.moments), lse, found.argmax
+    stats = log_probs, normalizers.entropy(found.normalizer), lse, found.argmax
     return stats, dict(zip(("x", "w", "bias"), gradients))
 
 
@@ -509,7 +509,7 @@ def assert_sample(operations, x, w, temperature):
     static = {"head": Head(undivided=True), "workspace_bytes": workspace(vocab)}
     call = describe(SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample")
     words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
-    tokens = Tokens(None, temperature=temperature, draw=(words, None, jnp.full(n, 0.9), None))
+    tokens = Tokens(None, temperature=temperature, draw=(words, None, jnp.full((n, 1), 0.9), None))
     run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
     indices, log_probs, log_mass = jit(run)(x, w, Columns(), tokens)
     t = 1.0 if temperature is None else temperature

@@ -175,19 +175,12 @@ def linear_cross_entropy(
       Array([0.408, 1.408], dtype=float32)
     """
     name = "linear_cross_entropy"
-    _check_reduction(name, reduction)
     return_logsumexp = static_bool(name, "return_logsumexp", return_logsumexp)
     numbers = {"temperature": temperature, "label_smoothing": label_smoothing, "z_loss": z_loss}
     tokens = checks.known_tokens(name, known_labels(name, "labels", labels), label_probs, **numbers)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
-    arrays = (x, w, Columns(bias), where, checks.known_weights(name, "token_weights", token_weights), tokens)
-    losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
-    return losses if return_logsumexp else losses[0]
-
-
-def _check_reduction(function: str, reduction) -> None:
-    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
-        raise ValueError(f"{function}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    found = _reduced(x, w, Columns(bias), where, token_weights, tokens, options, reduction)
+    return found if return_logsumexp else found[0]
 
 
 def linear_kl_divergence(
@@ -254,16 +247,13 @@ def linear_kl_divergence(
       Array(0.116, dtype=float32)
     """
     name = "linear_kl_divergence"
-    _check_reduction(name, reduction)
     beta = checks.static_number(name, "beta", beta, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
     teacher_softcap = checks.known_softcap(name, teacher_softcap, "teacher_softcap")
     tokens = checks.known_tokens(name, None, temperature=temperature)._replace(teacher_x=teacher_x)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     options = options._replace(beta=beta, teacher_softcap=teacher_softcap)
     columns = Columns(bias, teacher_w, teacher_bias)
-    arrays = (x, w, columns, where, checks.known_weights(name, "token_weights", token_weights), tokens)
-    losses = _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
-    return losses[0]
+    return _reduced(x, w, columns, where, token_weights, tokens, options, reduction)[0]
 
 
 def linear_log_probs(
@@ -356,6 +346,15 @@ def linear_token_stats(
 
 
 # ---- The program of each function
+
+
+def _reduced(x, w, columns, where, token_weights, tokens: Tokens, options: Options, reduction: Reduction) -> Any:
+    """Returns the weighted losses, reduced, and the logsumexp of each token."""
+    name = options.function
+    if not (reduction is None or (isinstance(reduction, str) and reduction in ("mean", "sum"))):
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or None, got {reduction!r}")
+    arrays = x, w, columns, where, checks.known_weights(name, "token_weights", token_weights), tokens
+    return _losses(*arrays, options) if reduction is None else _total(*arrays, options, reduction)
 
 
 def _weighted_losses(x, w, columns, where, token_weights, tokens: Tokens, options: Options) -> Any:

@@ -11,14 +11,14 @@ from jax.core import Tracer
 
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
-from pallas_softmax._src.dispatch.choose import ImplementationName, choose
-from pallas_softmax._src.dispatch.mesh_types import varies, vary_together
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
+from pallas_softmax._src.dispatch.mesh_types import varies
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.derivatives import Static
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, like_labels
-from pallas_softmax._src.linear.mesh import describe, lay_out_arrays
+from pallas_softmax._src.linear.mesh import describe, lay_out
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.temperatures import is_zero
@@ -167,12 +167,13 @@ def checked_call(
     variables = (x, w, columns, weights, tokens.label_probs)
     x, w, columns, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
+    choices = (chosen(operation, given, options) for operation in (PROJECTION, PROJECTION_GRAD))
+    return Static(*choices, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
 
-    def chosen(op: Operation) -> Choice:
-        return choose(describe(op, x, w, head, mesh_axes, function=name), options.implementation)
 
-    static = Static(name, chosen(PROJECTION), chosen(PROJECTION_GRAD), head, workspace_bytes, vocab)
-    return static, (x, w, columns, weights, tokens)
+def chosen(operation: Operation, given: Checked, options: Options) -> Choice:
+    call = describe(operation, given.x, given.w, given.head, given.mesh_axes, function=options.function)
+    return choose(call, options.implementation) if operation.kernels else choose_plain(call)
 
 
 def _with_teacher(student: Checked, tokens: Tokens, options: Options):
@@ -234,12 +235,6 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
             )
 
 
-def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...]) -> tuple:
-    """Returns x, w, bias and the arrays of tokens, sharded alike. w and bias also vary over `mesh_axes`."""
-    x, w, columns, *per_token = vary_together(*lay_out_arrays(arrays, head), but=mesh_axes)
-    return x, *vary_together(w, columns, over=mesh_axes), *per_token
-
-
 def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:
     return None if where is None else jnp.broadcast_to(arguments.mask(name, where, batch), batch)
 
@@ -257,7 +252,11 @@ def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
         labels = _labels(name, labels, given, several=tokens.label_probs is not None)
         found["labels"] = labels if where is None else jnp.where(like_labels(where, labels), labels, 0)
         if (probs := tokens.label_probs) is not None:
-            found["label_probs"] = _label_probs(name, probs, labels, where, given.dtype)
+            probs = arguments.array(name, "label_probs", probs).astype(given.dtype)
+            if probs.shape != labels.shape:
+                shapes = f"{labels.shape}, got {probs.shape}"
+                raise ValueError(f"{name}: label_probs must have the shape of labels, {shapes}")
+            found["label_probs"] = probs if where is None else jnp.where(where[..., None], probs, 0)
         if labels.shape[len(given.batch) :] == (0,):  # kernels need a label
             one_more = [(0, 0)] * len(given.batch) + [(0, 1)]
             for of in ("labels", "label_probs"):
@@ -279,13 +278,6 @@ def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array
         raise ValueError(
             f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch}, got {value.shape}"
         ) from None
-
-
-def _label_probs(name: str, probs, labels, where, dtype) -> jax.Array:
-    probs = arguments.array(name, "label_probs", probs).astype(dtype)
-    if probs.shape != labels.shape:
-        raise ValueError(f"{name}: label_probs must have the shape of labels, {labels.shape}, got {probs.shape}")
-    return probs if where is None else jnp.where(where[..., None], probs, 0)
 
 
 def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:

@@ -11,6 +11,7 @@ Rows that are left out do not take part in the products (`on_kept_rows`):
     scatter   A . C . . F . H     results in their places
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -59,76 +60,74 @@ class Chunk(NamedTuple):
             return arrays
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, self.start, self.rows), arrays)
 
-    def replace_seen(self, part, value=0):
-        """Returns `part`, an array of these rows, with `value` in rows of the chunk before."""
+    def zero_if_seen(self, part):
+        """Returns `part`, a number for each of these rows, with 0 in rows of the chunk before."""
         if self.start is None:
             return part
-        index = lax.broadcasted_iota(jnp.int32, part.shape, 0)
-        return jnp.where(index < self.seen, value, part)
-
-    def put(self, arrays, parts):
-        """Returns the arrays with `parts` in these rows, except in rows of the chunk before."""
-        if self.start is None:
-            return parts
-
-        def put(a, part):
-            part = self.replace_seen(part, self.slice(a))
-            return lax.dynamic_update_slice_in_dim(a, part, self.start, 0)
-
-        return jax.tree.map(put, arrays, parts)
+        return jnp.where(lax.iota(jnp.int32, self.rows) < self.seen, 0, part)
 
 
 def is_one_chunk(n: int, rows: int) -> bool:
     return rows is n or rows == n  # in `jax.export`, both may be symbolic
 
 
-def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], carry, *, first_apart: bool = False):
-    """Returns the last carry of carry = step(chunk, carry), for each chunk of `rows` of n rows; it changes in place.
+def over_chunks(n: int, rows: int, step: Callable[[Chunk, Any], Any], *, with_sums: bool) -> tuple[Any, Any]:
+    """Returns the results of all n rows, and sums over them, computed in chunks of `rows`; both change in place.
 
-    With `first_apart`, step takes the first chunk before the loop, and may replace a None in `carry` by an array.
+    `step` maps a chunk, and the sums of the chunks before, to a tree of the results of its rows, and the new sums. The
+    sums are None before the first chunk, and without `with_sums` always.
     """
     if is_one_chunk(n, rows):
-        return step(Chunk(None, rows, 0), carry)
+        return step(Chunk(None, rows, 0), None)
+
+    def body(i, carry):
+        results, sums = carry
+        start = jnp.minimum(i * rows, n - rows)
+        parts, sums = step(Chunk(start, rows, i * rows - start), sums)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(put, results, parts), sums
+
+    def empty(part):
+        return vary_together(lax.empty((n, *part.shape[1:]), part.dtype, out_sharding=part.sharding), part)[0]
+
     first = jnp.int32(0)
-    if first_apart:
-        carry = step(Chunk(first, rows, 0), carry)
+    parts, _ = jax.eval_shape(lambda: step(Chunk(first, rows, 0), None))
+    carry = jax.tree.map(empty, parts), None
+    if with_sums:
+        carry = body(first, carry)
         # XLA must not know the length of the loop. A loop of one step would become no loop, and XLA would store the
         # logits of two chunks at a time.
         first = lax.optimization_barrier(first + 1)
-
-    def body(i, carry):
-        start = jnp.minimum(i * rows, n - rows)
-        return step(Chunk(start, rows, i * rows - start), carry)
-
     return lax.fori_loop(first, -(-n // rows), body, carry)
 
 
-def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, empty) -> tuple[Any, Any]:
+def on_kept_rows(function: Callable[[Any], tuple[Any, Any]], kept, rows, left_out) -> tuple[Any, Any]:
     """Returns function(rows), computed from the kept rows.
 
     Args:
       function: (rows) -> (results of each row, sums over the rows). Rows that are left out must not change the sums.
       kept: boolean (n,), or None for all rows.
       rows: a tree of arrays (n, ...).
-      empty: the results of each row, for rows that are left out. Some of them get results of `function` instead, so
-        callers must not use them.
+      left_out: a number for all results of rows that are left out, or one for each subtree. Some of these rows get
+        results of `function` instead, so callers must not use them.
     """
     n = jax.tree.leaves(rows)[0].shape[0]
     if kept is None or not isinstance(n, int) or n < _FEWEST_ROWS_TO_LEAVE_OUT:
         return function(rows)
 
-    def on_first(size: int) -> Callable:
-        def branch(rows):
-            first = jnp.argsort(~kept, stable=True)[:size]  # kept rows first
-            unique = {"mode": "promise_in_bounds", "unique_indices": True}
-            per_row, together = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
-            return jax.tree.map(lambda a, part: a.at[first].set(part, **unique), empty, per_row), together
+    def on_first(size: int, rows):
+        first = jnp.argsort(~kept, stable=True)[:size]  # kept rows first
+        unique = {"mode": "promise_in_bounds", "unique_indices": True}
 
-        return branch
+        def whole(part, number):
+            return jnp.full_like(part, number, shape=(n, *part.shape[1:])).at[first].set(part, **unique)
+
+        per_row, sums = function(jax.tree.map(lambda a: a.at[first].get(**unique), rows))
+        return jax.tree.map(whole, per_row, jax.tree.broadcast(left_out, per_row)), sums
 
     sizes = [-(-n * part // _WHOLE // _ROWS) * _ROWS for part in _PARTS]
     too_small = sum((jnp.sum(kept) > size).astype(jnp.int32) for size in sizes)
-    return lax.switch(too_small, [*map(on_first, sizes), function], rows)
+    return lax.switch(too_small, [*(functools.partial(on_first, size) for size in sizes), function], rows)
 
 
 # ---- Changes of large arrays without a copy

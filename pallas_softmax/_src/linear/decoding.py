@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch import mesh
-from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
+from pallas_softmax._src.dispatch.choose import ImplementationName, choose
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.operation import describe as describe_rows
@@ -19,7 +19,7 @@ from pallas_softmax._src.dispatch.refusal import constant
 from pallas_softmax._src.linear import checks, xla
 from pallas_softmax._src.linear.checks import WORKSPACE_BYTES, Checked, Options
 from pallas_softmax._src.linear.losses import Columns, Tokens
-from pallas_softmax._src.linear.mesh import as_tokens, describe
+from pallas_softmax._src.linear.mesh import as_tokens, lay_out
 from pallas_softmax._src.linear.operation import PROJECTION_SAMPLE
 from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.normalizers import widen
@@ -90,11 +90,11 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     tokens = checks.checked_tokens(name, tokens, where, given)
     checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, temperature=tokens.temperature)
     topk = _choice_for_logits(TOPK, given, options, k)
-    return _run_on_constants(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log)
+    return TopK(*_run_on_constants(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log))
 
 
-def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> TopK:
-    """Returns the winners of whole rows, (n, k), by the choice of top-k for the user's call.
+def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k, log: bool, **static) -> tuple:
+    """Returns the values and indices of the winners of whole rows, (n, k), by the choice of top-k for the user's call.
 
     The tokens have a temperature, and no labels. The other arguments are as for `gradients.projection`.
     """
@@ -105,11 +105,7 @@ def _projection_topk(x, w, columns: Columns, tokens: Tokens, *, topk: Choice, k,
         arrays = z, None, tokens.temperature[:, None]
         return tuple(mesh.on_shard(topk, arrays, {"k": k, "log": log, "dtype": dtype}, layer.mesh_axes)[0])
 
-    def nothing(x, _) -> tuple:
-        return tuple(jnp.zeros((x.shape[0], k), of) for of in (dtype, jnp.int32))
-
-    results = layer.results(winners, x, tokens, nothing, dtype.itemsize)
-    return TopK(*map(tokens.zero_if_left_out, results))
+    return layer.on_kept_rows(winners, x, tokens, dtype.itemsize)
 
 
 PROJECTION_TOPK = Operation(name="projection_topk", plain=_projection_topk)
@@ -186,9 +182,8 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
     numbers: dict = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     is_default = all(a is None for a in numbers.values())
     per_row = parameters(name, jax.ShapeDtypeStruct(shape, given.dtype), axis, **numbers)
-    for number, a in zip(numbers, per_row):
-        numbers[number] = None if a is None else jnp.broadcast_to(a, (*given.batch, 1))[..., 0]
-    t, *filters = numbers.values()
+    per_row = jax.tree.map(lambda a: jnp.broadcast_to(a, (*given.batch, 1)), per_row)
+    t, *filters = per_row
     key = typed_keys(name, key, given.batch)
     mode = checked_mode(name, mode)
     has_words = noise.has_words(key, shape, given.dtype, mode)
@@ -197,8 +192,9 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
     else:
         of_key = noise.gumbel_array(key, shape, axis, given.dtype, mode)
     # The temperature also says which tokens have a filter out of range: it is NaN there.
-    tokens = Tokens(None, None if is_default else t, kept=where, draw=(of_key, *filters))
-    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **numbers)
+    tokens = Tokens(None, None if is_default else t[..., 0], kept=where, draw=(of_key, *filters))
+    of_rows = dict(zip(numbers, per_row))
+    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **of_rows)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))
     return Sample(*_run_on_constants(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))
@@ -207,21 +203,23 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
 def _choice_for_logits(operation: Operation, given: Checked, options: Options, k=None) -> Choice:
     """Returns the choice of an operation on this device's logits."""
     logits: Any = jax.ShapeDtypeStruct((*given.batch, given.head.vocab(given.w)), given.dtype)
-    axes, name = (len(given.batch),), options.function
-    call = describe_rows(operation, logits, axes, None, given.mesh_axes, k, function=name)
+    call = describe_rows(operation, logits, (len(given.batch),), None, given.mesh_axes, k, function=options.function)
     choice = choose(call, options.implementation)
     choice.required_cuda()
     return choice
 
 
 def _run_on_constants(operation: Operation, given: Checked, tokens: Tokens, options: Options, **static):
-    """Runs an operation of a projection on constants: to differentiate in them raises an error."""
+    """Runs an operation of a projection on constants: to differentiate in them raises an error.
+
+    Tokens that are left out have results of 0.
+    """
     x, w, columns, head, workspace_bytes, mesh_axes, _ = given
     reason = (
         f"{options.function}: there is no gradient; wrap the arguments in jax.lax.stop_gradient, and pass the indices"
         " as labels to pallas_softmax.linear_log_probs, which has one"
     )
-    arrays = checks.lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
-    call = describe(operation, x, w, head, mesh_axes, function=options.function)
-    choice = choose(call, options.implementation) if operation.kernels else choose_plain(call)
-    return as_tokens(choice, *arrays, head=head, workspace_bytes=workspace_bytes, **static)
+    *arrays, tokens = lay_out(constant((x, w, columns, tokens), reason), head, mesh_axes)
+    choice = checks.chosen(operation, given, options)
+    results = as_tokens(choice, *arrays, tokens, head=head, workspace_bytes=workspace_bytes, **static)
+    return map(tokens.zero_if_left_out, results)

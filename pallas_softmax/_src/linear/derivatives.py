@@ -18,7 +18,7 @@ from pallas_softmax._src.dispatch.mesh_types import share_cotangent, sum_cotange
 from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
-from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out_arrays
+from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out
 
 # Any: pyright does not see what the functions return
 _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -27,7 +27,6 @@ _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 class Static(NamedTuple):
     """Everything about a call that is known while tracing; hashable."""
 
-    function: str  # the public function
     forward: Choice  # computes the statistics
     gradient: Choice
     head: Head
@@ -43,7 +42,7 @@ class Static(NamedTuple):
         return as_tokens(choice, *arrays, **keywords)
 
     def losses(self, statistics: Statistics, tokens: Tokens) -> jax.Array:
-        return formulas.token_losses(self.function, statistics, tokens, self.vocab)
+        return formulas.token_losses(self.forward.call.function, statistics, tokens, self.vocab)
 
     def share(self, cotangent) -> Any:
         """Returns a device's share of the cotangent of an argument that is the same on all devices; None stays."""
@@ -82,7 +81,7 @@ def _values(static: Static, statistics: Statistics, tokens: Tokens) -> Any:
     if statistics.argmax is None:
         return losses, logsumexp
     bits = jax.lax.bitcast_convert_type(statistics.argmax, jnp.float32)
-    return losses, normalizers.entropy(statistics.moments), logsumexp, bits
+    return losses, normalizers.entropy(statistics.normalizer), logsumexp, bits
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +98,7 @@ class _Saved:
 def _per_token_forward(static: Static, *primals):
     arrays, with_dw = _arrays(static, *primals)
     given = given_specs(*arrays[:3])
-    arrays = lay_out_arrays(arrays, static.head, gathered=True)  # once, for both passes
+    arrays = lay_out(arrays, static.head, static.mesh_axes, gathered=True)  # once, for both passes
     tokens, statistics = arrays[3], static.run(static.forward, *arrays)
     return _values(static, statistics, tokens), _Saved(arrays, statistics, with_dw, given)
 
@@ -107,7 +106,7 @@ def _per_token_forward(static: Static, *primals):
 def _per_token_backward(static: Static, saved: _Saved, cotangents):
     *of_floats, _ = cotangents  # the last result has no derivative
     if static.head.entropy:
-        zeros = jnp.zeros_like(saved.statistics.moments.t)
+        zeros = jnp.zeros_like(saved.statistics.normalizer.m)
         of_floats = [zeros if isinstance(g, SymbolicZero) else g for g in of_floats]
     weights, *others = sum_cotangents(of_floats, static.mesh_axes)
     if others:
@@ -177,7 +176,7 @@ def _arrays(static: Static, *primals) -> tuple[tuple[Any, ...], bool]:
     for name, number in tokens._asdict().items():
         if number is not None and name not in ("labels", "label_probs") and number.perturbed:
             raise NotImplementedError(
-                f"{static.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
+                f"{static.forward.call.function}: there is no gradient in {name}; wrap it in jax.lax.stop_gradient"
             )
     arrays = jax.tree.map(lambda a: a.value, primals, is_leaf=lambda a: isinstance(a, CustomVJPPrimal))
     return arrays, w.perturbed

@@ -22,9 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, is_one_chunk, over_chunks
 from pallas_softmax._src.linear.losses import Divergence, Statistics, Tokens
 from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.normalizers import Normalizer, widen
@@ -100,23 +98,20 @@ def gradient(layer: Projection, x, tokens: Tokens, weights, known: Statistics | 
     dz is the gradient of sum(weights * divergences) in the raw logits. It is stored for all rows, but z and u only for
     as many as fit the workspace.
     """
-    n, dz = x.shape[0], None
-    size = chunk_rows(n, layer.vocab, bytes_per_logit(layer, x), layer.workspace_bytes)
-    if not is_one_chunk(n, size):
-        columns = layer.head.width(layer.w)
-        dz = vary_together(lax.empty((n, columns), x.dtype), x, layer.w, tokens, weights)[0]
 
-    def step(chunk: Chunk, carry):
-        found, dz = carry
-        x_rows, token_rows, weight_rows, known_rows = chunk.slice((x, tokens, weights, known))
-        logits, statistics = logits_and_statistics(layer, x_rows, token_rows, known_rows)
+    def step(x, tokens: Tokens, weights, known):
+        logits, statistics = logits_and_statistics(layer, x, tokens, known)
         # Otherwise XLA may store arrays that the sums and dz share, such as exponentials in float32.
-        logits = lax.optimization_barrier(logits)
-        part = _dz(layer, logits, statistics, token_rows, weight_rows).astype(x.dtype)
-        dz = part if dz is None else lax.dynamic_update_slice_in_dim(dz, part, chunk.start, 0)
-        return chunk.put(found, statistics), dz
+        z, u = lax.optimization_barrier(logits)
+        of_rows = statistics.divergence
+        assert of_rows is not None
+        log_p, log_q = _log_softmax(u, of_rows.teacher), _log_softmax(z, statistics.normalizer)
+        dz = slopes(log_p, log_q, of_rows.student[:, None], layer.head.beta)
+        factor = weights if tokens.temperature is None else weights / tokens.divisor
+        dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
+        return statistics, jnp.where(formulas.is_weightless(weights)[:, None], 0, dz).astype(x.dtype)
 
-    return over_chunks(n, size, step, (layer.vary(layer.no_statistics(x, tokens), x, tokens), dz))
+    return layer.in_chunks(step, (x, tokens, weights, known), bytes_per_logit(layer, x))
 
 
 def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistics | None) -> tuple[tuple, Statistics]:
@@ -126,7 +121,6 @@ def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistic
     z, student = layer.functions.logits(x, layer.w, columns.bias, tokens, head=head)
     u, teacher = layer.functions.logits(*of_teacher, tokens, head=head.teacher)
     u, teacher = jax.tree.map(lambda a: a.astype(z.dtype), (u, teacher))
-    z, u, student, teacher = vary_together(z, u, student, teacher, x, layer.w)[:4]
     if known is not None:
         return (z, u), known
     if mesh_axes:
@@ -137,20 +131,9 @@ def logits_and_statistics(layer: Projection, x, tokens: Tokens, known: Statistic
     sums = tuple(jnp.sum(a, 1) for a in arrays)
     sums = lax.psum(sums, mesh_axes)
     divergence = Divergence(teacher, sums[0], sums[-1])
-    found = Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
-    return (z, u), layer.vary(found, x, tokens)
+    return (z, u), Statistics(student, jnp.zeros_like(sums[0]), None, divergence=divergence)
 
 
 def _log_softmax(z, normalizer: Normalizer):
     m, d = normalizer
     return (z - normalizers.shift(m)[:, None]) - jnp.log(d)[:, None]
-
-
-def _dz(layer: Projection, logits: tuple, statistics: Statistics, tokens: Tokens, weights):
-    (z, u), known = logits, statistics.divergence
-    assert known is not None
-    log_p, log_q = _log_softmax(u, known.teacher), _log_softmax(z, statistics.normalizer)
-    dz = slopes(log_p, log_q, known.student[:, None], layer.head.beta)
-    factor = weights if tokens.temperature is None else weights / tokens.divisor
-    dz = formulas.times_softcap_slope(dz * factor[:, None], z, tokens, layer.head)
-    return jnp.where(formulas.is_weightless(weights)[:, None], 0, dz)

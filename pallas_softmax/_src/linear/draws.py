@@ -47,13 +47,9 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
-    def nothing(x, _) -> tuple:
-        return tuple(jnp.zeros(x.shape[:1], of) for of in (jnp.int32, dtype, dtype))
-
-    also_divided = functions.are_plain and tokens.temperature is not None  # plain JAX stores z / temperature too
-    arrays = 2 if also_divided else 1
-    results = layer.results(drawn, x, tokens, nothing, arrays * dtype.itemsize)
-    return tuple(map(tokens.zero_if_left_out, results))
+    # plain JAX stores z / temperature too
+    arrays = 2 if functions.are_plain and tokens.temperature is not None else 1
+    return layer.on_kept_rows(drawn, x, tokens, arrays * dtype.itemsize)
 
 
 def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:
@@ -63,8 +59,7 @@ def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> t
     """
     assert tokens.draw is not None
     noise, *filters = tokens.draw
-    t = jnp.ones(len(z), z.dtype) if tokens.temperature is None else tokens.temperature
-    numbers = [None if a is None else a[:, None] for a in (t, *filters)]
+    numbers = jnp.ones((len(z), 1), z.dtype) if tokens.temperature is None else tokens.temperature[:, None], *filters
     is_sample = sampler.call.operation is SAMPLE
     if mesh_axes or not is_sample:  # indices count the columns before these
         z = z[:, :vocab]

@@ -26,14 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import is_tracked, vary_together
 from pallas_softmax._src.linear import chunks, divergence
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
 from pallas_softmax._src.linear.losses import Columns, Statistics, Tokens
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
-from pallas_softmax._src.normalizers import log_of, widen
+from pallas_softmax._src.normalizers import log_of
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
 _MOST_LOGITS = 2**31 - 1
@@ -66,11 +65,10 @@ def projection(functions: ChunkFunctions, x, w, columns: Columns, tokens: Tokens
             return divergence.logits_and_statistics(layer, x, tokens, None)[1]
         return functions.statistics(x, w, columns.bias, tokens, head=head)
 
+    if head.teacher:  # `logits_and_statistics` merges over the mesh
+        return layer.on_kept_rows(statistics, x, tokens, divergence.bytes_per_logit(layer, x))
     stored, _ = functions.bytes_per_logit(x.dtype.itemsize)
-    # with a teacher, `logits_and_statistics` merges over the mesh
-    stored, merged = (divergence.bytes_per_logit(layer, x), True) if head.teacher else (stored, False)
-    found = layer.results(statistics, x, tokens, layer.no_statistics, stored, merged=merged)
-    return found if merged else layer.merged(found, x)
+    return layer.on_kept_rows(statistics, x, tokens, stored).merged(layer.mesh_axes, layer.vocab)
 
 
 def projection_grad(
@@ -95,8 +93,8 @@ def projection_grad(
     layer = Projection(functions, w, columns, **static)
     rows = _Rows(x, layer.with_own_labels(tokens, x), weights, known)
     gradients = functools.partial(_gradients_of_rows, layer)
-    per_row, together = chunks.on_kept_rows(gradients, tokens.kept, rows, _no_results(layer, rows))
-    return *per_row, *together
+    per_row, sums = chunks.on_kept_rows(gradients, tokens.kept, rows, left_out=(1, 0))
+    return *per_row, *sums
 
 
 class _Rows(NamedTuple):
@@ -117,26 +115,12 @@ def _gradients_of_rows(layer: Projection, rows: _Rows):
     rows = rows._replace(weights=weights / scale)
     step = functools.partial(_add_chunk, layer, rows, written, scale)
 
-    dbias = None if bias is None else jnp.zeros(bias.shape, widen(x).dtype)
-    carry = *_no_results(layer, rows), None, vary_together(dbias, rows, w)[0]
-    sums: Any = chunks.over_chunks(x.shape[0], size_of_chunk, step, carry, first_apart=True)
-    *per_row, dw, dbias = sums
-
+    per_row, (dw, dbias) = chunks.over_chunks(x.shape[0], size_of_chunk, step, with_sums=True)
     dw = dw if written is not None else dw * scale
     dbias = None if bias is None else dbias * scale
     if not layer.partial_dw:
         dw, dbias = jax.tree.map(lambda a, of: a.astype(of.dtype), (dw, dbias), (w, bias))
-    return tuple(per_row), (dw, dbias)
-
-
-def _no_results(layer: Projection, rows: _Rows) -> tuple[Statistics, jax.Array]:
-    """Returns the known or harmless statistics, and a dx of 0, cast to vary like the results of rows."""
-    x = rows.x
-    statistics = layer.no_statistics(x, rows.tokens) if rows.known is None else rows.known
-    dx = jnp.zeros_like(x, widen(x).dtype if layer.partial_dx else x.dtype)
-    statistics, dx = vary_together((statistics, dx), rows, layer.w, but=layer.mesh_axes)[0]
-    differs = layer.partial_dx and is_tracked(layer.mesh_axes)
-    return statistics, vary_together(dx, over=layer.mesh_axes)[0] if differs else dx
+    return per_row, (dw, dbias)
 
 
 def _way_to_dw(layer: Projection, x) -> tuple[Any, Any]:
@@ -171,8 +155,8 @@ def gradient_rows(rows: int, vocab: int, bytes_per_logit: float, workspace_bytes
     return chunks.chunk_rows(rows, vocab, bytes_per_logit, max(workspace_bytes, dw_bytes // 2))
 
 
-def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk, carry):
-    """Returns `carry`, the (statistics, dx, dw, dbias) of the chunks before, with this chunk.
+def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk, sums):
+    """Returns the statistics and dx of a chunk, and `sums`: the (dw, dbias) of this chunk and the chunks before.
 
     The gradient of the logits is dz * factor * scale, with one factor for each row. So
 
@@ -183,47 +167,37 @@ def _add_chunk(layer: Projection, rows: _Rows, written: Any, scale, chunk: Chunk
     The sums over chunks, dw and dbias, are multiplied by the scale after the last chunk. If one product writes dw in
     the dtype `written`, x is multiplied by the scale instead.
     """
-    statistics, dx, dw, dbias = carry
-    weights = chunk.replace_seen(chunk.slice(rows.weights))
-    weightless = formulas.is_weightless(weights)
-    x = jnp.where(weightless[:, None], 0, chunk.slice(rows.x))  # a NaN there must not reach dw
-    found, dz, factor = _dz_of_chunk(layer, rows, chunk, x, weights)
-    factor = jnp.ones_like(weights, shape=weightless.shape) if factor is None else factor
+    rows = chunk.slice(rows)
+    weightless = formulas.is_weightless(rows.weights)
+    x = jnp.where(weightless[:, None], 0, rows.x)  # a NaN there must not reach dw
+    found, dz, factor = _dz_of_chunk(layer, rows._replace(x=x))
+    factor = jnp.ones_like(rows.weights, shape=weightless.shape) if factor is None else factor
 
-    dx_rows = jnp.where(weightless[:, None], 0, layer.dx(dz, factor * scale))
+    dx = jnp.where(weightless[:, None], 0, layer.dx(dz, factor * scale))
     if layer.mesh_axes and not layer.partial_dx:
         # XLA would run the sum of dx during the product for dw. Both then wait for each other's multiprocessors. The
         # barrier has no dz: with jax 0.10 its results vary over the mesh axes of all its operands.
-        dx_rows, x = lax.optimization_barrier((dx_rows, x))
+        dx, x = lax.optimization_barrier((dx, x))
+    factor = chunk.zero_if_seen(factor)
     x_factor = factor if written is None else factor * scale
     x = (x.astype(x_factor.dtype) * x_factor[:, None]).astype(x.dtype)
-    of_chunk = layer.dw(x, dz, written)
-    dw = of_chunk if dw is None else dw + of_chunk
-    dw = vary_together(dw, rows.x, layer.w, rows.tokens, rows.weights)[0]
-    if dbias is not None:
-        dbias = dbias + jnp.sum(factor[:, None] * dz.astype(dbias.dtype), 0)
-    statistics = chunk.put(statistics, found) if rows.known is None else statistics
-    return statistics, chunk.put(dx, dx_rows.astype(dx.dtype)), dw, dbias
+    dbias = None if layer.columns.bias is None else jnp.sum(factor[:, None] * dz.astype(factor.dtype), 0)
+    of_chunk = layer.dw(x, dz, written), dbias
+    return (found, dx), of_chunk if sums is None else jax.tree.map(jnp.add, sums, of_chunk)
 
 
-def _dz_of_chunk(layer: Projection, rows: _Rows, chunk: Chunk, x, weights):
-    """Returns the statistics of whole rows, dz and its factor (rows,) of a chunk. The factor is None for 1.
-
-    `x` and `weights` are these rows of the arrays, 0 for rows that do not count.
-    """
-    tokens = chunk.slice(rows.tokens)
+def _dz_of_chunk(layer: Projection, rows: _Rows):
+    """Returns the statistics of whole rows, dz and its factor (rows,) of a chunk. The factor is None for 1."""
+    x, tokens, weights, known = rows
     if tokens.temperature is not None:  # out of range, it is NaN
         temperature = jnp.where(formulas.is_weightless(weights), 1, tokens.temperature)
         tokens = tokens._replace(temperature=temperature)
-    known = chunk.slice(rows.known)
     if layer.head.teacher:
-        found, dz = divergence.gradient(layer, x, tokens, weights, known)
-        return found, vary_together(dz, rows.x, layer.w)[0], None
+        return *divergence.gradient(layer, x, tokens, weights, known), None
 
     found, coefficients, dz, factor = layer.functions.dlogits(layer, x, tokens, weights, known)
     at_labels = formulas.gradient_at_label(found.label_logit, coefficients, tokens, layer.head)
-    dz, factor = _put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
-    return found, *vary_together(dz, factor, rows.x, layer.w)[:2]
+    return found, *_put_at_labels(dz, factor, at_labels, tokens, layer.vocab)
 
 
 def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int) -> tuple[Any, Any]:
@@ -233,13 +207,11 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int)
     """
     columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
     if factor is None:
-        dz, at_labels, columns = vary_together(dz, at_labels.astype(dz.dtype), columns)
         rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-        return dz.at[rows, columns].set(at_labels, mode="drop"), None
+        return dz.at[rows, columns].set(at_labels.astype(dz.dtype), mode="drop"), None
     if tokens.several:
         # If the label_probs of a row sum to about 0, its gradient is not a factor times its exponentials.
         apart = jnp.any(jnp.abs(at_labels) > _LARGEST_RATIO * jnp.abs(factor)[:, None], 1)
-        dz, apart, factor = vary_together(dz, apart, factor)
         dz = chunks.changed_if(jnp.any(apart), lambda dz: jnp.where(apart[:, None], 0, dz), dz)
         factor = jnp.where(apart, 1, factor)
     at_labels = at_labels / formulas.like_labels(jnp.where(factor == 0, 1, factor), at_labels)

@@ -26,14 +26,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
-from pallas_softmax._src.linear.several_labels import SeveralLabels, pick_logits, sorted_labels
-from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.linear.several_labels import ROW_LAYOUT, SeveralLabels, pick_logits, sorted_labels
+from pallas_softmax._src.normalizers import Moments, Normalizer
 
 
 def reduce_logits(
@@ -55,13 +56,13 @@ def reduce_logits(
     m = jnp.max(z, axis=1)
     sums_gmem.normalizer.m[own] = m
     r = normalizers.shift(m) if reference_gmem is None else _load_per_row(reference_gmem, place)
-    if sums_gmem.t is None:
-        e = jnp.exp(z - _broadcast_rows(r, z))
-    else:  # for the entropy and the argmax
+    if head.entropy:
         sums_gmem.argmax[own] = _first_of_largest(z, m, column)
         below = normalizers.distance(z, _broadcast_rows(r, z))
         e = jnp.exp(below)
-        sums_gmem.t[own] = jnp.sum(below * e, axis=1)
+        sums_gmem.normalizer.t[own] = jnp.sum(below * e, axis=1)
+    else:
+        e = jnp.exp(z - _broadcast_rows(r, z))
     sums_gmem.normalizer.d[own] = jnp.sum(e, axis=1)
 
     if reference_gmem is not None:
@@ -115,12 +116,12 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     rows, columns = len(x), head.width(w)
     padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
     number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
-    sums = Statistics(Normalizer(number, number), number, None if tokens.label_smoothing is None else number)
-    if head.entropy:
-        sums = sums._replace(t=number, argmax=jax.ShapeDtypeStruct(number.shape, jnp.int32))
-    if tokens.several:
-        count = number.shape[1] * tokens.labels.shape[1]
-        sums = sums._replace(label_logit=jax.ShapeDtypeStruct((count,), jnp.float32))
+    sums = Statistics(
+        Moments(number, number, number) if head.entropy else Normalizer(number, number),
+        jax.ShapeDtypeStruct((padded_rows * tokens.labels.shape[1],), jnp.float32) if tokens.several else number,
+        None if tokens.label_smoothing is None else number,
+        jax.ShapeDtypeStruct(number.shape, jnp.int32) if head.entropy else None,
+    )
     name = "linear_statistics" if stored is None else "linear_logits"
     if reference is not None:
         name, stored = "linear_exponentials", x.dtype
@@ -151,13 +152,16 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),
-        _inverse_temperature(tokens, tiling),
+        # It must have its own array. The temperature of a chunk is a slice; XLA may pass a slice by its address, and
+        # Mosaic GPU needs inputs that are aligned to 256 bytes.
+        None if tokens.temperature is None else _padded(1 / tokens.divisor, tiling.cluster_rows, 1),
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
     staged = stored and stored.dtype
     options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
-    return product(epilogue, x, w, (inputs, per_row), results, **options)
+    results = product(epilogue, x, w, (inputs, per_row), results, **options)
+    return vary_together(results, x, w, inputs, per_row)[0]  # their types would vary over no mesh axis
 
 
 # ---- Logits in registers
@@ -171,7 +175,7 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
     column = _columns(acc.shape)
     z = acc
     if inputs.bias is not None:
-        bias = _load(inputs.bias.at[pl.ds(place.column, acc.shape[1])], 0)
+        bias = load_as(inputs.bias.at[pl.ds(place.column, acc.shape[1])], plgpu.Layout.WGMMA.reduce(0))
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
         z = head.softcap * _tanh(z * (1 / head.softcap))
@@ -185,7 +189,7 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
 
 
 def _logit_at_label(z, labels_gmem: Any, place: Place, column):
-    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    zeros = laid_out(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW_LAYOUT)
 
     def at_label():
         own = _broadcast_rows(_load_per_row(labels_gmem.column, place) - place.column, z)
@@ -207,10 +211,9 @@ def _first_of_largest(z, m, column):
     A thread has two neighbouring columns of every eight, of two rows. It takes two instructions for each element: it
     compares and selects from the last column to the first. 0 and -0 tie. See `_below` for the comparison.
     """
-    row_layout: Any = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=row_layout)
+    result = plgpu.ShapeDtypeStruct(m.shape, jnp.dtype("int32"), layout=ROW_LAYOUT)
 
-    @inline(arg_types=(plgpu.Layout.WGMMA, row_layout), return_type=result)
+    @inline(arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT), return_type=result)
     def first_of_largest(_, z, m):
         in_quad = arith.muli(arith.remui(thread(), i32(4)), i32(2))
         columns, registers = z.registers.reshape(-1, 2), []
@@ -228,7 +231,7 @@ def _first_of_largest(z, m, column):
             for distance in 1, 2:
                 first = arith.minsi(first, utils.shfl_bfly(first, distance))
             registers.append(pack([first]))
-        return array(row_layout.to_mgpu(), m.shape, registers)
+        return array(ROW_LAYOUT.to_mgpu(), m.shape, registers)
 
     return first_of_largest(z, m)
 
@@ -293,27 +296,12 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
     return Labels(labels, jnp.any(tile == tiles, axis=1).astype(jnp.int32))
 
 
-def _inverse_temperature(tokens: Tokens, tiling: Tiling):
-    """Returns 1 / temperature of each row, in an array of its own; None without temperatures.
-
-    Mosaic GPU needs inputs that are aligned to 256 bytes. The temperature of a chunk is a slice of an array, and XLA
-    may pass a slice by its address.
-    """
-    if tokens.temperature is None:
-        return None
-    return _padded(1 / tokens.divisor, tiling.cluster_rows, 1)
-
-
 def _padded(a, multiple: int, value=0):
     return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
 
 
 def _load_per_row(gmem, place: Place):
-    return _load(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], 1)
-
-
-def _load(gmem, reduced: int):
-    return load_as(gmem, plgpu.Layout.WGMMA.reduce(reduced))
+    return load_as(gmem.at[pl.ds(place.row, WARPGROUP_ROWS)], ROW_LAYOUT)
 
 
 def _broadcast_rows(per_row, like):

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import at
-from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards
 from pallas_softmax._src.temperatures import is_zero, times_power
 
@@ -33,7 +33,7 @@ class Head:
     softcap: float | None = None
     precision: Any = None  # of the matrix products, as `lax.dot_general` takes it
     columns: int | None = None  # only this many columns of w count, the first ones; None for all
-    entropy: bool = False  # whether the statistics include t and the argmax
+    entropy: bool = False  # whether the statistics include `Moments` and the argmax
     # Whether `ChunkFunctions.logits` returns the logits before the temperature divides them. The normalizer that it
     # returns is always of the quotients.
     undivided: bool = False
@@ -74,8 +74,8 @@ _COLD = 2.0**-80
 class Tokens(NamedTuple):
     """The arguments of a loss that have one number per token, each of shape (rows,). None leaves a number out.
 
-    `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them. The noise is (rows, 4), words
-    that it is computed from (`sample/noise.py`); or (rows, V of all devices).
+    `draw` has the noise, top_k, top_p and min_p of a draw, as `sample/xla.py` takes them: (rows, 1). The noise is
+    (rows, 4), words that it is computed from (`sample/noise.py`); or (rows, V of all devices).
     """
 
     # int32 columns of the whole w; a number outside [0, V) is no column. (rows, K) for several labels
@@ -123,33 +123,23 @@ class Divergence(NamedTuple):
 class Statistics(NamedTuple):
     """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic."""
 
-    normalizer: Normalizer
+    normalizer: Any  # `Normalizer`; `Moments` for `Head.entropy`
     label_logit: jax.Array  # z at the label; 0 for a label outside [0, V). (rows, K) for several labels
     total: jax.Array | None  # the sum of z over the row; None without label smoothing
-    t: jax.Array | None = None  # the sum of (z - m) exp(z - m); None without `Head.entropy`
     argmax: jax.Array | None = None  # int32, the first column of the largest z; None without `Head.entropy`
     divergence: Divergence | None = None  # None without `Head.teacher`
-
-    @property
-    def moments(self) -> Moments:
-        assert self.t is not None
-        return Moments(*self.normalizer, self.t)
 
     def merged(self, mesh_axes: tuple[str, ...], vocab: int) -> "Statistics":
         """Returns the statistics of whole rows, merged from the `vocab` columns of each device of `mesh_axes`."""
         if not mesh_axes:
             return self
-        if self.argmax is not None:
-            position = self.argmax + lax.axis_index(mesh_axes) * vocab
-            merged = combine_shards(self.moments, mesh_axes, self.label_logit, position=position)
-            (m, d, t), label_logit, argmax = merged
-            return Statistics(Normalizer(m, d), label_logit, None, t, argmax)
         several = self.label_logit.ndim > self.normalizer.m.ndim
-        one = () if several else (self.label_logit,)
-        smoothing = () if self.total is None else (self.total,)
-        normalizer, *sums = combine_shards(self.normalizer, mesh_axes, *one, *smoothing)
-        label_logit = lax.psum(self.label_logit, mesh_axes) if several else sums[0]
-        return Statistics(normalizer, label_logit, sums[-1] if smoothing else None)
+        sums = [a for a in (None if several else self.label_logit, self.total) if a is not None]
+        position = None if self.argmax is None else self.argmax + lax.axis_index(mesh_axes) * vocab
+        normalizer, *others = combine_shards(self.normalizer, mesh_axes, *sums, position=position)
+        label_logit = lax.psum(self.label_logit, mesh_axes) if several else others.pop(0)
+        total, argmax = (None if a is None else others.pop(0) for a in (self.total, self.argmax))
+        return Statistics(normalizer, label_logit, total, argmax)
 
 
 class Coefficients(NamedTuple):
@@ -191,7 +181,7 @@ def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:
 
 
 def logsumexp(statistics: Statistics, tokens: Tokens) -> jax.Array:
-    m, d = statistics.normalizer
+    m, d, *_ = statistics.normalizer
     limit = jnp.where(m > 0, jnp.inf, jnp.where(m < 0, -jnp.inf, jnp.log(d)))
     return tokens.at_0(limit, normalizers.log_of(statistics.normalizer))
 
@@ -225,7 +215,7 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
 
     The statistics are of whole rows, and `vocab` is the number of columns of a whole row.
     """
-    (m, d), label_logit, total, *_ = statistics
+    (m, d, *_), label_logit, total, *_ = statistics
     several = label_logit.ndim > m.ndim
     if several:
         m, d = m[..., None], d[..., None]
@@ -284,16 +274,16 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     weights of the losses, the entropies, and logsumexp. The gradient is 0 in a row with no other weight than 0, and at
     temperature 0.
     """
-    m, d = statistics.normalizer
+    m, d, *t = statistics.normalizer
     weightless = tokens.at_0(True, is_weightless(weights))
     if tokens.temperature is not None:
         weights = weights / like_labels(tokens.divisor, weights)
     label_term, logsumexp_weight, constant, entropy_factor = weights, 1, None, None
     weight = weights if weights.ndim == 1 else jnp.sum(weights, 1)
-    if statistics.t is not None:
+    if t:
         # the gradient of an entropy is p * (t / d - (z - m))
         label_term, of_entropy, of_logsumexp = (weights[:, i] for i in range(3))
-        weight, entropy_factor = label_term + of_logsumexp + of_entropy * (statistics.t / d), -of_entropy / d
+        weight, entropy_factor = label_term + of_logsumexp + of_entropy * (t[0] / d), -of_entropy / d
     if tokens.label_probs is not None:
         label_term, logsumexp_weight = weight[:, None] * tokens.label_probs, jnp.sum(tokens.label_probs, 1)
     if tokens.z_loss is not None:

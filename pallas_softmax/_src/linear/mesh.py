@@ -15,6 +15,8 @@ Explicit mesh axes go through `jax.shard_map`, Auto ones through XLA's partition
 (`dispatch/mesh.py`).
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from pallas_softmax._src.dispatch.choose import choose_unlisted
 from pallas_softmax._src.dispatch.mesh import divide, divisible
 from pallas_softmax._src.dispatch.mesh_types import explicit_mesh, rounded_sum, shared_axes, spec_of, vary_together
 from pallas_softmax._src.dispatch.operation import Call, Choice, Operation, symbolic
+from pallas_softmax._src.dispatch.operation import describe as describe_rows
 from pallas_softmax._src.dispatch.partitioner import Dimensions, Division, register
 from pallas_softmax._src.dispatch.platform import by_platform
 from pallas_softmax._src.dispatch.refusal import constant
@@ -47,9 +50,8 @@ _ONE_DERIVATIVE = (
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs an operation of a projection on x, w, columns, and arrays with one number per token.
 
-    If the slices of a vmap share w and bias, one call with more tokens computes the statistics or winners of all
-    slices. Gradients run slice by slice, because each slice has its own dw. If w or bias differ between slices, the
-    statistics or winners run slice by slice as well. A mesh divides slices as it divides tokens.
+    A vmap whose slices share w and bias becomes one call with more tokens. Other slices run one by one, as do all
+    slices of a gradient: each has its own dw. A mesh divides slices as it divides tokens.
 
     Two static arguments are for this file. `given` is the specs of x, w and bias before they were gathered, or None.
     `slices` is the vmaps around the operation, the outermost first. Each vmap is a flag for each array: whether the
@@ -70,17 +72,14 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 
     @call.def_vmap
     def _(axis_size, in_batched, *arrays):
-        x, w, columns, *per_token = arrays
-        x_batched, w_batched, columns_batched, *per_token_batched = in_batched
+        _, w, columns, *_ = arrays
         slices = static.get("slices", ())
-        if slices or choice.call.operation is PROJECTION_GRAD or any(jax.tree.leaves((w_batched, columns_batched))):
+        if slices or choice.call.operation is PROJECTION_GRAD or any(jax.tree.leaves(in_batched[1:3])):
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
-            x, *per_token = jax.tree.map(
-                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
-                [x, *per_token],
-                [x_batched, *per_token_batched],
+            x, _, _, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)), arrays, tuple(in_batched)
             )
             out = call(x, w, columns, *per_token)
         return out, jax.tree.map(lambda _: True, out)
@@ -89,20 +88,13 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
 
 
 def describe(operation: Operation, x, w, head: Head, mesh_axes: tuple[str, ...] = (), *, function: str) -> Call:
-    return Call(
-        operation=operation,
-        dtype=x.dtype.name,
-        rows=math.prod(x.shape[:-1]),
-        vocab=head.vocab(w),
-        depth=x.shape[-1],
-        objection=symbolic(x.shape + w.shape),
-        mesh_axes=mesh_axes,
-        function=function,
-    )
+    logits: Any = jax.ShapeDtypeStruct((*x.shape[:-1], head.vocab(w)), x.dtype)
+    call = describe_rows(operation, logits, (x.ndim - 1,), None, mesh_axes, function=function)
+    return dataclasses.replace(call, depth=x.shape[-1], objection=symbolic(x.shape + w.shape))
 
 
-def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tuple:
-    """Returns x, w, bias and the arrays of tokens with shardings that fit together, if their types have any.
+def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...], *, gathered: bool = False) -> tuple:
+    """Returns x, w, bias and the arrays of tokens with types that fit together: shardings, or axes of `shard_map`.
 
     x, w and bias get the shardings of their gradients, so that JAX need not reshard the gradients. The other arrays are
     sharded as an operation takes them. So are all, if `gathered`.
@@ -110,10 +102,11 @@ def lay_out_arrays(arrays: tuple, head: Head, *, gathered: bool = False) -> tupl
     leaves, tree = jax.tree.flatten(arrays)
     mesh = explicit_mesh(leaves)
     if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
-        return arrays
-    dimensions = _DimensionsOfProjection(PROJECTION, arrays, {"head": head}, ())
-    given = [jax.typeof(a).sharding.spec for a in leaves]
-    _, as_taken, as_gradients = dimensions.specs(given, mesh.shape, dimensions.arguments)
+        x, w, columns, *per_token = vary_together(*arrays, but=mesh_axes)
+        return x, *vary_together(w, columns, over=mesh_axes), *per_token
+    names, _, sizes = _names(PROJECTION, arrays, {"head": head}, ())
+    specs = [jax.typeof(a).sharding.spec for a in leaves]
+    as_taken, as_gradients, _ = _layout(names, names, sizes, None, specs, mesh.shape)
     specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
@@ -187,7 +180,7 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
     statistics, gradients = jax.tree.map(unflattened, statistics), (unflattened(dx), dw, dbias)
     if layout == _WHOLE:
         if finite is not True:  # the loop does not read finite gradients
-            gradients = changed_if(~finite, _zeros, gradients)
+            gradients = changed_if(~finite, functools.partial(jax.tree.map, jnp.zeros_like), gradients)
         return statistics, *gradients
 
     # On several devices each host would wait for the loop's condition. So they select: the sums of dx and dw do it in
@@ -198,18 +191,14 @@ def _slice_on_shard(choice: Choice, arrays: tuple, keywords: dict[str, Any], lay
         condition, gradient = vary_together(finite, gradient)
         return jnp.where(condition, gradient, 0)
 
-    def summed(part, like, axes: tuple[str, ...], divided: dict):
-        return None if like is None else _sum_over(part, like.dtype, axes, divided, zero_unless_finite)
-
     dx, dw, dbias = gradients
     v = 0 if keywords["head"].transpose_w else 1
-    dx = summed(dx, x, layout.columns if any(layout.dx) else (), dict(enumerate(layout.dx)))
-    dw = summed(dw, w, layout.tokens, {1 - v: layout.dw, v: layout.dv})
-    return statistics, dx, dw, summed(dbias, columns.bias, layout.tokens, {0: layout.dv})
-
-
-def _zeros(gradients):
-    return jax.tree.map(lambda g: vary_together(jnp.zeros_like(g), g)[0], gradients)
+    over_columns = layout.columns if any(layout.dx) else ()
+    dx = _sum_over(dx, x.dtype, over_columns, dict(enumerate(layout.dx)), zero_unless_finite)
+    dw = _sum_over(dw, w.dtype, layout.tokens, {1 - v: layout.dw, v: layout.dv}, zero_unless_finite)
+    if dbias is not None:
+        dbias = _sum_over(dbias, columns.bias.dtype, layout.tokens, {0: layout.dv}, zero_unless_finite)
+    return statistics, dx, dw, dbias
 
 
 def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, change: Callable) -> jax.Array:
@@ -231,82 +220,85 @@ def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, chan
     return rounded_sum(part, dtype, others, change) if others else change(part).astype(dtype)
 
 
-class _DimensionsOfProjection:
-    """What `Dimensions` (`dispatch/partitioner.py`) has of a projection.
+def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
+    arguments, of_results, sizes = _names(choice.call.operation, arrays, keywords, results)
+    undivided = [name for name in ("d", "k") if name in sizes]
+    lay_out = functools.partial(_layout, arguments, of_results, sizes, keywords.get("given"))
+    return Dimensions(arguments, of_results, undivided, lay_out)
+
+
+_Names = list[tuple[str, ...]]
+
+
+def _names(operation: Operation, arrays: tuple, keywords: dict[str, Any], results: Any) -> tuple[_Names, _Names, dict]:
+    """Returns the names of the dimensions of each array and of each result, and the size of each dimension.
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
     dw along D where it does not divide dx. A further dimension of a token's numbers is "k": labels, winners,
     weights, noise, or D' of a teacher. Vmaps add "s0", "s1", ...
-
-    `arguments` and `results` have the names of the dimensions of each array; `sizes` has the size of each dimension.
     """
+    slices = keywords.get("slices", ())
+    leaves, tree = jax.tree.flatten(arrays)
+    vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
+    ranks = [a.ndim - len(of) for a, of in zip(leaves, vmaps)]
+    rank, _, columns, *per_token = tree.unflatten(ranks)
+    tokens = tuple(f"b{i}" for i in range(rank - 1))
+    # "e" is D of w, "k" is D' of the teacher's w
+    w, teacher_w = (("v", d) if keywords["head"].transpose_w else (d, "v") for d in "ek")
 
-    def __init__(self, operation: Operation, arrays: tuple, keywords: dict[str, Any], results: Any):
-        slices, self.given = keywords.get("slices", ()), keywords.get("given")
-        leaves, tree = jax.tree.flatten(arrays)
-        vmaps = [tuple(f"s{i}" for i, each in enumerate(slices) if each[j]) for j in range(len(leaves))]
-        ranks = [a.ndim - len(of) for a, of in zip(leaves, vmaps)]
-        rank, _, columns, *per_token = tree.unflatten(ranks)
-        tokens = tuple(f"b{i}" for i in range(rank - 1))
-        # "e" is D of w, "k" is D' of the teacher's w
-        w, teacher_w = (("v", d) if keywords["head"].transpose_w else (d, "v") for d in "ek")
+    def of_tokens(ranks) -> _Names:
+        return [(*tokens, "k") if n == rank else tokens for n in ranks]
 
-        def of_tokens(ranks) -> list[tuple[str, ...]]:
-            return [(*tokens, "k") if n == rank else tokens for n in ranks]
-
-        of_columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(columns)]
-        own = [(*tokens, "d"), w, *of_columns, *of_tokens(jax.tree.leaves(per_token))]
-        gradients = (2 if columns.bias is None else 3) if operation is PROJECTION_GRAD else 0
-        results = jax.tree.leaves(results)
-        of_results = of_tokens(a.ndim - len(slices) for a in results[: len(results) - gradients])
-        of_vmaps = tuple(f"s{i}" for i in range(len(slices)))
-        self.arguments = [of + names for of, names in zip(vmaps, own, strict=True)]
-        self.results = [of_vmaps + names for names in [*of_results, *own[:gradients]]]
-        self.sizes: dict[str, int] = {}
-        for names, a in zip(self.arguments + self.results, leaves + results):
-            self.sizes |= zip(names, a.shape)
-
-    def lay_out(self, specs, mesh_sizes) -> tuple[list[P], list[P], _Layout]:
-        layout, arguments, results = self.specs(specs, mesh_sizes, self.results)
-        return arguments, results, layout
-
-    def specs(self, specs, mesh_sizes, results) -> tuple[_Layout, list[P], list[P]]:
-        """Returns the layout, and the specs of the arguments and of `results`: an array with D or V is a gradient."""
-        if self.given:
-            own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, self.given)]
-            specs = [*own, *specs[len(own) :]]
-        slices, tokens = ([name for name in self.sizes if name[0] == first] for first in "sb")
-        given = [*zip(specs, self.arguments)]
-
-        def axes_of(names, taken=()) -> dict[str, tuple[str, ...]]:
-            return shared_axes({name: self.sizes[name] for name in names}, given, mesh_sizes, taken)
-
-        by_tokens, by_columns = (axes_of([*slices, *of]) for of in ([*tokens, "v"], ["v", *tokens]))
-
-        def devices(axes) -> int:
-            return math.prod(mesh_sizes[axis] for axis in axes)
-
-        # elements of x and w that a device has to hold, if tokens or columns keep the axes that they share
-        x_elements = math.prod(self.sizes[name] // devices(by_columns[name]) for name in tokens)
-        w_elements = self.sizes["v"] // devices(by_tokens["v"])
-        axes = by_columns if x_elements < w_elements else by_tokens
-        dx = tuple(tuple(a for a in by_tokens[name] if a not in axes[name]) for name in tokens)
-        columns, of_tokens = axes["v"], sum((axes[name] for name in tokens), ())
-        dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
-        if self.sizes["v"] % devices(columns + dv):  # w and bias are divided differently
-            dv = ()
-        dw = axes_of("e", {*columns, *dv}.union(*(axes[name] for name in slices)))["e"]
-        gradient_axes = axes | {"e": dw, "v": columns + dv}
-        gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
-        arguments = [spec_of(own, axes) for own in self.arguments]
-        results = [spec_of(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
-        return _Layout(of_tokens, columns, dx, dw, dv), arguments, results
+    of_columns = [teacher_w if n == 2 else ("v",) for n in jax.tree.leaves(columns)]
+    own = [(*tokens, "d"), w, *of_columns, *of_tokens(jax.tree.leaves(per_token))]
+    gradients = (2 if columns.bias is None else 3) if operation is PROJECTION_GRAD else 0
+    results = jax.tree.leaves(results)
+    of_results = of_tokens(a.ndim - len(slices) for a in results[: len(results) - gradients])
+    of_vmaps = tuple(f"s{i}" for i in range(len(slices)))
+    of_arguments = [of + names for of, names in zip(vmaps, own, strict=True)]
+    of_results = [of_vmaps + names for names in [*of_results, *own[:gradients]]]
+    sizes: dict[str, int] = {}
+    for names, a in zip(of_arguments + of_results, leaves + results):
+        sizes |= zip(names, a.shape)
+    return of_arguments, of_results, sizes
 
 
-def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
-    own = _DimensionsOfProjection(choice.call.operation, arrays, keywords, results)
-    undivided = tuple(name for name in ("d", "k") if name in own.sizes)
-    return Dimensions(own.arguments, own.results, undivided, own.lay_out)
+def _layout(
+    arguments: _Names, results: _Names, sizes: dict[str, int], given_specs, specs, mesh_sizes
+) -> tuple[list[P], list[P], _Layout]:
+    """Returns the specs of the arguments and of `results`, and the layout. A result with D or V is a gradient.
+
+    The first arrays have the specs of `given_specs`, if there are any, in place of `specs`.
+    """
+    if given_specs:
+        own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, given_specs)]
+        specs = [*own, *specs[len(own) :]]
+    slices, tokens = ([name for name in sizes if name[0] == first] for first in "sb")
+    given = [*zip(specs, arguments)]
+
+    def axes_of(names, taken=()) -> dict[str, tuple[str, ...]]:
+        return shared_axes({name: sizes[name] for name in names}, given, mesh_sizes, taken)
+
+    by_tokens, by_columns = (axes_of([*slices, *of]) for of in ([*tokens, "v"], ["v", *tokens]))
+
+    def devices(axes) -> int:
+        return math.prod(mesh_sizes[axis] for axis in axes)
+
+    # elements of x and w that a device has to hold, if tokens or columns keep the axes that they share
+    x_elements = math.prod(sizes[name] // devices(by_columns[name]) for name in tokens)
+    w_elements = sizes["v"] // devices(by_tokens["v"])
+    axes = by_columns if x_elements < w_elements else by_tokens
+    dx = tuple(tuple(a for a in by_tokens[name] if a not in axes[name]) for name in tokens)
+    columns, of_tokens = axes["v"], sum((axes[name] for name in tokens), ())
+    dv = tuple(axis for axis in by_columns["v"] if axis in of_tokens)
+    if sizes["v"] % devices(columns + dv):  # w and bias are divided differently
+        dv = ()
+    dw = axes_of("e", {*columns, *dv}.union(*(axes[name] for name in slices)))["e"]
+    gradient_axes = axes | {"e": dw, "v": columns + dv}
+    gradient_axes |= {name: axes[name] + more for name, more in zip(tokens, dx)}
+    of_arguments = [spec_of(own, axes) for own in arguments]
+    of_results = [spec_of(own, gradient_axes if {"d", "v"} & {*own} else axes) for own in results]
+    return of_arguments, of_results, _Layout(of_tokens, columns, dx, dw, dv)
 
 
 _PROJECTION = register(Division("projection", _dimensions, _on_shard, _on_shard))

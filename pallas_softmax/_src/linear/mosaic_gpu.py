@@ -20,14 +20,16 @@ from jax import lax
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
 from pallas_softmax._src.gpu import checks
+from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear import xla as xla_projection
+from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
-from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, FEWEST_COLUMNS, TILE_N, rounded_up
+from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
-from pallas_softmax._src.normalizers import Moments, Normalizer
+from pallas_softmax._src.normalizers import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
@@ -46,7 +48,7 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
         return Refusal(f"no matrix product for {call.dtype}, only bfloat16 and float16")
     if 0 in (call.rows, call.vocab, call.depth):
         return Refusal("an array is empty")
-    if call.vocab < TILE_N:  # most of a tile would be idle
+    if call.vocab < TILE_N:  # most of a tile would be idle; see also `product.store`
         return Refusal(f"V={call.vocab} is less than the {TILE_N} columns of a tile")
     return None
 
@@ -83,13 +85,13 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
         assert not layer.head.entropy  # a gradient with an entropy knows its statistics
         reference, sums, e = _exponentials(layer, x, tokens)
-        found = layer.merged(_merged_tiles(sums, reference, tokens, layer.vocab), x)
-        coefficients = layer.coefficients(found, weights, tokens)
+        found = _merged_tiles(sums, reference, tokens, layer.vocab).merged(layer.mesh_axes, layer.vocab)
+        coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
         return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
     arrays, head = (x, layer.w, layer.columns.bias, tokens), layer.head
-    found = layer.merged(statistics(*arrays, head=head), x) if known is None else known
-    coefficients = layer.coefficients(found, weights, tokens)
+    found = statistics(*arrays, head=head).merged(layer.mesh_axes, layer.vocab) if known is None else known
+    coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
     return found, coefficients, logit_gradients(*arrays, coefficients, head=head), None
 
 
@@ -107,46 +109,41 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
         d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
-    def once_more(state):
-        (reference, sums, _), _ = state
+    def once_more(first):
+        reference, sums, _ = first
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
-        return exponentials(jnp.where(out_of_range(sums), m, reference)), False
+        return exponentials(jnp.where(out_of_range(sums), m, reference))
 
-    columns = min(_GUESS_COLUMNS, head.vocab(w))
-    first_w = w[:columns] if head.transpose_w else w[:, :columns]
-    first_bias = None if bias is None else bias[:columns]
+    first_w = w[:_GUESS_COLUMNS] if head.transpose_w else w[:, :_GUESS_COLUMNS]
+    first_bias = None if bias is None else bias[:_GUESS_COLUMNS]
     guess = jnp.max(xla_projection.logits(x, first_w, first_bias, tokens, head=head), 1)
     first = exponentials(normalizers.shift(largest(guess)))
-    state = first, jnp.any(out_of_range(first[1]))
-    return lax.while_loop(lambda state: state[1], once_more, state)[0]
+    return changed_if(jnp.any(out_of_range(first[1])), once_more, first)
 
 
 def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    rows, (m, d) = len(tokens.labels), sums.normalizer
+    rows, tiles = len(tokens.labels), sums.normalizer
+    m = jnp.max(tiles.m, 0)
     if reference is None:
-        tiles: Any = Normalizer(m, d) if sums.t is None else Moments(m, d, sums.t)
-        m, d, *t = normalizers.combine_lanes(tiles, 0, lambda a: a[None], total=_total)
-        normalizer = Normalizer(m[:rows], d[:rows])
+        normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=lambda a, _: _total(a))
+        normalizer = jax.tree.map(lambda a: a[:rows], normalizer)
     else:
-        m = jnp.max(m, 0)[:rows]
-        d = _total(d)[:rows]
-        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
+        d = _total(tiles.d)[:rows] * jnp.exp(reference - normalizers.shift(m[:rows]))
+        normalizer = Normalizer(m[:rows], d)
     if tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
         label_logit = jnp.sum(sums.label_logit, 0)[:rows]
-    found = Statistics(normalizer, label_logit, None if sums.total is None else _total(sums.total)[:rows])
-    if sums.t is None or sums.argmax is None:
-        return found
-    first_column = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N
-    argmax = jnp.min(normalizers.if_largest(first_column + sums.argmax, sums.normalizer.m, m), 0)
-    return found._replace(t=t[0][:rows], argmax=argmax[:rows])
+    total, argmax = None if sums.total is None else _total(sums.total)[:rows], None
+    if sums.argmax is not None:
+        columns = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N + sums.argmax
+        argmax = jnp.min(normalizers.if_largest(columns, tiles.m, m), 0)[:rows]
+    return Statistics(normalizer, label_logit, total, argmax)
 
 
-def _total(a, axis: int = 0) -> jax.Array:
+def _total(a) -> jax.Array:
     """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
-    del axis  # always 0
     while len(a) > 1:
         groups = -(-len(a) // _ADDED)
         a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
@@ -177,15 +174,14 @@ def _on_whole_atoms(
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
-    wide = max(wide, FEWEST_COLUMNS)  # only in tests: `plan` refuses so few columns
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
     if (rows, deep, wide, teacher_deep) == (n, depth, vocab, teacher_depth):
         return operation(x, w, columns, tokens, *per_token, head=head, **static)
 
     def extended(a, *shape: int, mode: str = "constant"):
-        sizes = zip(shape, a.shape)
-        return jnp.pad(a, [(0, to - size) for to, size in sizes] + [(0, 0)] * (a.ndim - len(shape)), mode)
+        shape += a.shape[len(shape) :]
+        return jnp.pad(a, [(0, to - size) for to, size in zip(shape, a.shape)], mode)
 
     def whole_w(w, deep: int):
         return extended(w, *((wide, deep) if head.transpose_w else (deep, wide)))
@@ -193,11 +189,9 @@ def _on_whole_atoms(
     w = whole_w(w, deep)
     tokens = jax.tree.map(lambda a: extended(a, rows, mode="edge"), tokens)
     per_token = jax.tree.map(lambda a: extended(a, rows), per_token)
-    teacher_w = columns.teacher_w
-    columns = jax.tree.map(lambda a: extended(a, wide), columns._replace(teacher_w=None))
+    columns = jax.tree.map(lambda a: whole_w(a, teacher_deep) if a.ndim == 2 else extended(a, wide), columns)
     if head.teacher is not None:
         tokens = tokens._replace(teacher_x=extended(tokens.teacher_x, rows, teacher_deep))
-        columns = columns._replace(teacher_w=whole_w(teacher_w, teacher_deep))
         head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
     head = dataclasses.replace(head, columns=vocab)
     results = operation(extended(x, rows, deep), w, columns, tokens, *per_token, head=head, **static)

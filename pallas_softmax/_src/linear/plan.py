@@ -15,11 +15,6 @@ ATOM_ROWS = 8
 ATOM_COLUMNS = 64  # 16-bit elements in SWIZZLE_BYTES
 TILE_K = ATOM_COLUMNS  # columns of a block of x, rows of a block of w
 
-# Columns of the smallest output. A tile may extend beyond an output, because TMA writes nothing there. But if an output
-# is one atom wide, Mosaic GPU (jax 0.11.2) gives TMA no index for that dimension. The parts of the tile beyond the
-# output, which are 0, would then overwrite its columns.
-FEWEST_COLUMNS = 2 * ATOM_COLUMNS
-
 
 # Chosen on an H100 80GB HBM3 (jax 0.11.2, 2026-11-22). Times of the statistics of (8192, 4096) @ (4096, 128256)
 # bfloat16:

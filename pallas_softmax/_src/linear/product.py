@@ -34,7 +34,6 @@ read it.
        CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
 
 Tiles may extend beyond the matrices. There, loads read zeros, and stores write nothing. Zeros add nothing to a product.
-(An output needs two atoms of columns for this: see `plan.FEWEST_COLUMNS`.)
 Matrices are copied in swizzle atoms of 8 rows and 128 bytes, so their dimensions must be multiples of an atom.
 """
 
@@ -51,9 +50,9 @@ from jax import lax
 
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.linear.plan import (
+    ATOM_COLUMNS,
     ATOM_ROWS,
     CTAS,
-    FEWEST_COLUMNS,
     MULTIPLIERS,
     SWIZZLE_BYTES,
     TILE_K,
@@ -254,10 +253,11 @@ class _TilesOfCta:
 def store(place: Place, values, gmem) -> None:
     """Writes a part of the product to its place in `gmem`, in the dtype of `gmem`.
 
-    The two buffers of `place` alternate: one is copied while the other is filled.
+    The two buffers of `place` alternate: one is copied while the other is filled. If an output were one atom wide,
+    Mosaic GPU (jax 0.11.2) would give TMA no index for the columns: parts of a tile beyond it would overwrite it.
     """
     width = place.staging.shape[-1]
-    assert gmem.shape[1] >= FEWEST_COLUMNS, gmem.shape
+    assert gmem.shape[1] > ATOM_COLUMNS, gmem.shape
     for i, at in enumerate(range(0, values.shape[1], width)):
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last one has read its buffer
         place.staging[i % 2] = values[:, at : at + width].astype(gmem.dtype)

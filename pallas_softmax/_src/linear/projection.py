@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.dispatch.mesh_types import rounded_sum, vary_together
-from pallas_softmax._src.linear import losses as formulas
-from pallas_softmax._src.linear.chunks import Chunk, chunk_rows, on_kept_rows, over_chunks
-from pallas_softmax._src.linear.losses import Coefficients, Columns, Divergence, Head, Statistics, Tokens
-from pallas_softmax._src.normalizers import Normalizer, widen
+from pallas_softmax._src.dispatch.mesh_types import rounded_sum
+from pallas_softmax._src.linear.chunks import chunk_rows, on_kept_rows, over_chunks
+from pallas_softmax._src.linear.losses import Coefficients, Columns, Head, Statistics, Tokens
+from pallas_softmax._src.normalizers import Normalizer
 
 
 class ChunkFunctions(NamedTuple):
@@ -66,64 +65,43 @@ class Projection:
     def whole_vocab(self) -> int:  # on all devices
         return self.vocab * lax.axis_size(self.mesh_axes)
 
-    def results(
-        self, step: Callable, x, tokens: Tokens, empty: Callable, bytes_per_logit: float, *, merged: bool = True
-    ) -> Any:
-        """Returns step(x, tokens), computed from the kept rows, chunk by chunk.
+    def on_kept_rows(self, step: Callable, x, tokens: Tokens, bytes_per_logit: float) -> Any:
+        """Returns step(x, tokens), computed from the kept rows, chunk by chunk; 1 for other rows.
 
-        Args:
-          step: x and tokens of some rows -> a tree of arrays (rows, ...). It stores `bytes_per_logit`.
-          empty: x and tokens -> a tree like the results of `step`, for rows that are left out; see `on_kept_rows`.
-          merged: whether the results are the same on all devices that share a row.
-          x, tokens, bytes_per_logit: all rows; the bytes that `step` stores for each logit.
+        It is 1 because statistics of 1 are harmless: no number that follows from them is NaN. See also `in_chunks`.
         """
 
         def computed(rows):
-            n = rows[0].shape[0]
+            return self.in_chunks(step, rows, bytes_per_logit), None
 
-            def put(chunk: Chunk, found):
-                return chunk.put(found, self.vary(step(*chunk.slice(rows)), *rows, merged=merged))
+        return on_kept_rows(computed, tokens.kept, (x, tokens), left_out=1)[0]
 
-            size = chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
-            return over_chunks(n, size, put, self.vary(empty(*rows), *rows, merged=merged)), None
+    def in_chunks(self, step: Callable, rows: tuple, bytes_per_logit: float) -> Any:
+        """Returns step(*rows), computed chunk by chunk.
 
-        left_out = self.vary(empty(x, tokens), x, tokens, merged=merged)
-        return on_kept_rows(computed, tokens.kept, (x, tokens), left_out)[0]
-
-    def vary(self, results, x, tokens: Tokens, *, merged: bool = True) -> Any:
-        """Returns results of rows, cast to vary over the mesh axes that they depend on."""
-        return vary_together(results, x, self.w, tokens, but=self.mesh_axes if merged else ())[0]
-
-    def merged(self, found: Statistics, x) -> Statistics:
-        """Returns the statistics of whole rows, merged over `mesh_axes`."""
-        return vary_together(found, x, self.w)[0].merged(self.mesh_axes, self.vocab)
+        Args:
+          step: maps some rows of the arrays to a tree of arrays (rows, ...). It stores `bytes_per_logit`.
+          rows: trees of arrays (n, ...); the first one is an array.
+        """
+        n = rows[0].shape[0]
+        size = chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
+        return over_chunks(n, size, lambda chunk, _: (step(*chunk.slice(rows)), None), with_sums=False)[0]
 
     def with_own_labels(self, tokens: Tokens, x) -> Tokens:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
         labels = tokens.labels
         if labels is None:
-            labels = vary_together(jnp.full(x.shape[:1], -1, jnp.int32), x)[0]
+            labels = jnp.full_like(x, -1, jnp.int32, shape=x.shape[:1])
         elif self.mesh_axes:
             labels = labels - lax.axis_index(self.mesh_axes) * self.vocab
         return tokens._replace(labels=labels)
 
-    def no_statistics(self, x, tokens: Tokens) -> Statistics:
-        """Returns harmless statistics, for rows that are left out."""
-        zeros = jnp.zeros(x.shape[:1], widen(x).dtype)
-        at_label = jnp.zeros(tokens.labels.shape, zeros.dtype)
-        total = None if tokens.label_smoothing is None else zeros
-        t, argmax = (zeros, zeros.astype(jnp.int32)) if self.head.entropy else (None, None)
-        normalizer = Normalizer(zeros, jnp.ones_like(zeros))
-        from_teacher = Divergence(normalizer, zeros, zeros) if self.head.teacher else None
-        return Statistics(normalizer, at_label, total, t, argmax, from_teacher)
-
-    def coefficients(self, statistics: Statistics, weights, tokens: Tokens) -> Coefficients:
-        return formulas.coefficients(statistics, weights, tokens, self.whole_vocab)
-
     def dx(self, dz, factor) -> jax.Array:
         """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
-        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes and not self.partial_dx else dx
+        if self.partial_dx:
+            return dx
+        return rounded_sum(dx, dz.dtype, self.mesh_axes) if self.mesh_axes else dx.astype(dz.dtype)
 
     def dw(self, x, dz, dtype=None) -> jax.Array:
         """Returns x.T @ dz, or its transpose for head.transpose_w, in a dtype; None for the one of the arithmetic."""

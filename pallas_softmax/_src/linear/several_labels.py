@@ -20,7 +20,6 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx import predicated
@@ -68,8 +67,7 @@ def _count_before(labels: jax.Array, starts: jax.Array) -> jax.Array:
         last = jnp.take_along_axis(labels, more - 1, 1, mode="promise_in_bounds")
         return jnp.where(last < starts[None], more, count)
 
-    none = vary_together(jnp.zeros((len(labels), len(starts)), jnp.int32), labels)[0]
-    return lax.fori_loop(0, steps, step, none)
+    return lax.fori_loop(0, steps, step, jnp.zeros_like(labels, shape=(len(labels), len(starts))))
 
 
 def in_given_order(picked: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
@@ -98,7 +96,7 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> 
 
     @pl.when(turns > 0)
     def _():
-        first, end = (load_as(labels.first.at[place.tile + i, rows], _ROW_LAYOUT) for i in range(2))
+        first, end = (load_as(labels.first.at[place.tile + i, rows], ROW_LAYOUT) for i in range(2))
 
         def turn(i, carry):
             at = first + i
@@ -109,20 +107,20 @@ def pick_logits(z, labels: SeveralLabels, place: Place, column, picked_gmem) -> 
         lax.fori_loop(0, turns, turn, None)
 
 
-_ROW_LAYOUT: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row
+ROW_LAYOUT: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row
 
 
 @twin
 def _labels_at(gmem, at, end):
     """Returns the labels at these positions, one per row; an arbitrary number if a position is not before `end`."""
-    result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=_ROW_LAYOUT)
+    result = plgpu.ShapeDtypeStruct(at.shape, jnp.dtype("int32"), layout=ROW_LAYOUT)
 
-    @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT), return_type=result)
+    @inline(arg_types=(REF, ROW_LAYOUT, ROW_LAYOUT), return_type=result)
     def labels_at(_, gmem, at, end):
         pointer, i32 = utils.memref_ptr(gmem), ir.IntegerType.get_signless(32)
         places = zip(at.registers.flat, end.registers.flat)
         found = [predicated.load_vector(pointer, i32, 1, *_offset_and_inside(*place)) for place in places]
-        return array(_ROW_LAYOUT.to_mgpu(), at.shape, found)
+        return array(ROW_LAYOUT.to_mgpu(), at.shape, found)
 
     return labels_at(gmem, at, end)
 
@@ -131,7 +129,7 @@ def _labels_at(gmem, at, end):
 def _store(gmem, at, end, values) -> None:
     """Writes one number per row to its position, if that is before `end`."""
 
-    @inline(arg_types=(REF, _ROW_LAYOUT, _ROW_LAYOUT, _ROW_LAYOUT))
+    @inline(arg_types=(REF, ROW_LAYOUT, ROW_LAYOUT, ROW_LAYOUT))
     def store(_, gmem, at, end, values):
         for register, *place in zip(values.registers.flat, at.registers.flat, end.registers.flat):
             predicated.store_vector(utils.memref_ptr(gmem), register, *_offset_and_inside(*place))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers
+from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.losses import Head, Statistics, Tokens, at_columns, times_softcap_slope
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection, dot
@@ -28,8 +29,7 @@ def logits_and_normalizer(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[ja
     if head.columns is not None:
         z = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < head.columns, z, -jnp.inf)
     divided = stored(tokens.divided(z)) if head.undivided else z
-    m, d = normalizers.reduce(divided, (1,), chunk=z.shape[1])
-    return z, Normalizer(m[:, 0], d[:, 0])
+    return z, jax.tree.map(lambda a: a[:, 0], normalizers.reduce(divided, (1,), chunk=z.shape[1]))
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
@@ -38,8 +38,8 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     z = logits(x, layer.w, layer.columns.bias, tokens, head=layer.head)
-    found = layer.merged(_reduced(z, tokens, layer.head), x) if known is None else known
-    coefficients = layer.coefficients(found, weights, tokens)
+    found = _reduced(z, tokens, layer.head).merged(layer.mesh_axes, layer.vocab) if known is None else known
+    coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
     of_row = jax.tree.map(lambda number: number[:, None], coefficients._replace(label_term=None))
     z = jnp.where(of_row.m == jnp.inf, 0, z)  # the logits of a row that is left out may be NaN
     dz = of_row.of_exponential(z)
@@ -49,13 +49,13 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
 
 def _reduced(z, tokens: Tokens, head: Head) -> Statistics:
     form: Any = Moments if head.entropy else Normalizer
-    m, d, *t = normalizers.reduce(z, (1,), chunk=z.shape[1], of=form)
-    label_logit = at_columns(z, tokens.labels, z.shape[1])
-    total = None if tokens.label_smoothing is None else jnp.sum(z, 1)
-    found = Statistics(Normalizer(m[:, 0], d[:, 0]), label_logit, total)
-    if not head.entropy:
-        return found
-    return found._replace(t=t[0][:, 0], argmax=first_of_largest(z)[:, 0])
+    sums = normalizers.reduce(z, (1,), chunk=z.shape[1], of=form)
+    return Statistics(
+        jax.tree.map(lambda a: a[:, 0], sums),
+        at_columns(z, tokens.labels, z.shape[1]),
+        None if tokens.label_smoothing is None else jnp.sum(z, 1),
+        first_of_largest(z)[:, 0] if head.entropy else None,
+    )
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
