@@ -60,16 +60,6 @@ def test_explain_agrees_with_the_lowered_text(name, case):
         assert kernel_results(lowered(f, X, platform="cpu")) == []
 
 
-def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla():
-    def f(x, **kwargs):
-        return ps.softmax(x, 0, where=x > 0, **kwargs)
-
-    x = array(ROWS, 4096)
-    assert ps.explain(f, x)[0].cuda == "xla"
-    assert kernel_results(lowered(f, x)) == []
-    assert kernel_names(lowered(functools.partial(f, implementation="mosaic_gpu"), x)) == ["softmax_forward"]
-
-
 # --- Transformations ----------------------------------------------------------------------------------
 
 
@@ -161,8 +151,3 @@ def test_export_for_several_platforms(name, platforms):
     assert kernel_results(both.mlir_module()) == [results(ROWS)]
     x = cases.rows(["normal", "integers"] * (ROWS // 2), V)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), both.call(x), f(x))
-
-
-def test_a_named_kernel_is_not_exported_for_a_cpu():
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"):
-        exported(lambda x: ps.softmax(x, implementation="mosaic_gpu"), X, ("cpu", "cuda"))

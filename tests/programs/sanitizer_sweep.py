@@ -234,26 +234,16 @@ def projection_kernels(x, w, b, tokens, coefficients, **known):
 
 
 def projection():
-    """Runs the kernels without the cuBLAS products: loading cuBLAS takes minutes under compute-sanitizer."""
+    """Runs the kernels without the cuBLAS products: loading cuBLAS takes minutes under compute-sanitizer.
+
+    tests/linear/test_gpu.py checks their numbers.
+    """
     for n, depth, vocab, dtype, head, bias, peak in PROJECTIONS:
-        layout, t = {"transpose_w": head.transpose_w}, np.linspace(1, 2, n, dtype="float32")
-        x, w, labels, b = linear.arrays(n, depth, vocab, dtype, bias=bias, peak=peak, **layout)
-        z, slope = linear.logits(x, w, bias=b, softcap=head.softcap, temperature=t[:, None], **layout)
-        slope = slope * t[:, None]  # the kernel's coefficients contain 1 / temperature
-        of_label = np.eye(vocab)[np.asarray(labels)]
-        m, d = z.max(1), np.exp(z - z.max(1, keepdims=True)).sum(1)
-        coefficients = Coefficients(*(jnp.asarray(c, "float32") for c in (m, 1 / d, 0 * d + 1, 0 * d)))
-        tokens = linear.tokens_of(labels, temperature=t)
-        found = projection_kernels(x, w, b, tokens, coefficients, head=head)
-        sums, e, dz, with_t, dz_of_entropy = jax.tree.map(np.asarray, found)
-        e_of_row = np.exp(z - m[:, None])
-        close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
-        close(sums.normalizer.m.max(0)[:n], m)
-        close(sums.label_logit.sum(0)[:n], (z * of_label).sum(1))
-        close(e.astype("float32"), e_of_row * slope)
-        for a in (dz, dz_of_entropy):  # XLA puts the gradients at the labels
-            close(a.astype("float32"), e_of_row / d[:, None] * slope)
-        close(with_t.normalizer.m.max(0)[:n], m)
+        options = {"bias": bias, "peak": peak, "transpose_w": head.transpose_w}
+        x, w, labels, b = linear.arrays(n, depth, vocab, dtype, **options)
+        tokens = linear.tokens_of(labels, temperature=np.linspace(1, 2, n))
+        coefficients = Coefficients(*jnp.ones((4, n)))
+        jax.block_until_ready(projection_kernels(x, w, b, tokens, coefficients, head=head))
     print("swept projection", PROJECTIONS)
 
 
