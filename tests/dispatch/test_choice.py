@@ -24,8 +24,6 @@ X = array(128, 16384)
 OPS = (*oracle.OPERATIONS, "topk")
 
 
-# --- Calls with a kernel ------------------------------------------------------------------------------
-
 AMPERE = (8, 0)
 # implementation: changes of a call that it supports, and the reason for the refusal
 UNSUPPORTED = {
@@ -98,9 +96,6 @@ def test_slower():
         assert slower("mosaic_gpu", kernel) is None
 
 
-# --- choose -------------------------------------------------------------------------------------------
-
-
 def test_the_first_implementation_with_a_kernel_is_chosen():
     choice = choose(call(), None)
     assert choice == Choice(call(), "mosaic_gpu", "xla")
@@ -131,9 +126,6 @@ def test_calls_and_choices_are_values():
         call().rows = 1
 
 
-# --- A named implementation runs or raises ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("function", [ps.softmax, topk], ids=["softmax", "topk"])
 def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
     """A kernel can be traced on a CPU, because the trace may be lowered for CUDA."""
@@ -142,9 +134,6 @@ def test_a_kernel_traces_but_does_not_lower_for_the_cpu(function):
         with pytest.raises(NotImplementedError, match="mosaic_gpu.*needs an NVIDIA GPU.*lowered for cpu"):
             traced.lower(lowering_platforms=platforms)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-# --- The device ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,9 +175,6 @@ def test_hopper_if_no_gpu_is_visible():
     if any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("a GPU is visible")
     assert target.capability() == HOPPER
-
-
-# --- explain ------------------------------------------------------------------------------------------
 
 
 def ops(choices):

@@ -66,8 +66,6 @@ def test_explain_lists_compiled_calls():
     assert len(ps.explain(ps.softmax, x)) == 2
 
 
-# --- A second call compiles nothing ---------------------------------------------------------------------
-
 COMPILATIONS = []  # one element per program that XLA compiled in this process
 
 
@@ -188,8 +186,6 @@ def test_equal_calls_share_a_lowering(name):
 
     assert len(text(8)) < 1.3 * len(text(1))
 
-
-# --- jax.ensure_compile_time_eval -----------------------------------------------------------------------
 
 FOLDED = {
     "softmax": ps.softmax,

@@ -24,9 +24,6 @@ LABELS = jnp.zeros(2, int)
 topk = ps.fused_topk
 
 
-# --- implementation -----------------------------------------------------------------------------------
-
-
 def test_a_known_temperature_may_be_closed_over():
     """Under jit, a comparison of a known array is traced."""
     temperature = jnp.float32(2)
@@ -254,9 +251,6 @@ def test_arguments_without_a_gradient_are_named(name, argument):
         jax.eval_shape(jax.grad(total), 0.5)
 
 
-# --- fused_topk ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_mapped_k_says_that_it_must_be_the_same_for_all(wrap):
     with pytest.raises(TypeError, match="fused_topk: k must .* the same for all slices of jax.vmap") as error:
@@ -285,9 +279,6 @@ def test_a_traced_temperature_must_be_real(name, dtype):
         jax.eval_shape(lambda t: plainly(name, temperature=t), jnp.ones((), dtype))
 
 
-# --- Sizes --------------------------------------------------------------------------------------------
-
-
 def test_more_than_2_to_the_31_elements_can_be_traced():
     """Shapes beyond 32-bit offsets are accepted; this test allocates nothing."""
     x = jax.ShapeDtypeStruct((2**15, 2**17), BF16)
@@ -302,8 +293,6 @@ def test_jet_names_the_way_out(f):
     with pytest.raises(NotImplementedError, match="jet knows no kernels; nest jax.jvp"):
         jet.jet(f, (x,), ((jnp.ones(4), jnp.zeros(4)),))
 
-
-# --- Arguments of numpy, Python and jit -----------------------------------------------------------------
 
 SOFT = np.stack([calls.LABELS] * 3, -1)
 Q = SOFT.astype(F32)
@@ -418,9 +407,6 @@ def test_64_bit_dtypes_warn_like_jax():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert topk(X, 2, dtype=float).values.dtype == jnp.float32
-
-
-# --- Forward mode, which linear_* do not support -------------------------------------------------------
 
 
 LINEAR = [name for name, (*_, held) in calls.CALLS.items() if name.startswith("linear") and held]

@@ -32,9 +32,6 @@ FUNCTIONS = {
 each = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-# --- Public functions ---------------------------------------------------------------------------------
-
-
 # name: (a call of the function, the functions without a kernel for it)
 CALLS = {
     **{dtype: (lambda x, f, dtype=dtype: f(x.astype(dtype)), []) for dtype in DTYPES},
@@ -58,9 +55,6 @@ def test_explain_agrees_with_the_lowered_text(name, case):
         launches = 1 + (case == "length")  # a single row has parts
         assert len(kernel_results(lowered(f, X))) == (0 if name in without else launches)
         assert kernel_results(lowered(f, X, platform="cpu")) == []
-
-
-# --- Transformations ----------------------------------------------------------------------------------
 
 
 MESH = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
@@ -112,9 +106,6 @@ def test_a_named_gradient_on_a_mesh(name):
         divided = lowered(gradient, array(160, 256, sharding=NamedSharding(mesh, P("rows", None))))
     names = kernel_names(lowered(gradient, array(40, 256)))
     assert names and kernel_names(divided) == names
-
-
-# --- Export -------------------------------------------------------------------------------------------
 
 
 def exported(f, x, platforms=("cuda",)):

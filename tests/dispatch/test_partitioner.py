@@ -219,8 +219,6 @@ def test_other_sources_have_other_texts(tmp_path):
     assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), X))[0][1]
 
 
-# --- More devices than there are ----------------------------------------------------------------------
-
 # name: a function, and its kernels for a shard
 KERNELS = {
     "softmax": (CASES["softmax"], {"logsumexp_forward"}),

@@ -167,8 +167,6 @@ def test_gradient_of_what_slices_share(name):
     assert_near(got, want)
 
 
-# --- What one function has ------------------------------------------------------------------------------
-
 # name: a function of rows along the last axis, of any length
 ROWS = (
     {name: f for name, f in WITH_KERNELS.items() if name != "route"}

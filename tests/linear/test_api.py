@@ -241,9 +241,6 @@ def test_the_forward_may_round_float32_logits_differently():
     assert linear.rounded_errors(dx, want) <= linear.gradient_bound("x", "float32", of_plain, size.max())
 
 
-# --- Numbers of a float16 gradient ----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_float16_gradients_are_scaled_before_rounding():
     """Gradients are rounded once, after the cotangent multiplies them, so large sums and small means have gradients."""

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # --- Tokens that are left out ---------------------------------------------------------------------------
 
-
 FEW = {
     "n": 21,
     "depth": 8,
@@ -201,9 +200,6 @@ def test_gradients_at_temperature_0(name):
         close(results, each.mean() if name == "mean" else each.sum())
         with jax.debug_nans(True):
             jax.grad(f, (0, 1))(x, w, labels, temperature=t, z_loss=np.zeros(12, "float32"))
-
-
-# --- return_logsumexp -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("reduction", "dtype"), first(1, [("mean", "float32"), ("sum", "float16"), (None, "float32")]))

@@ -125,8 +125,6 @@ def test_operations_are_complete(operation):
         assert {*jax.tree.leaves(operation.saved)} <= arguments | results
 
 
-# --- The way from a public function to its kernel --------------------------------------------------------
-
 MOST_FRAMES = 14
 
 

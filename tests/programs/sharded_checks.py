@@ -251,9 +251,6 @@ def judge(op, results, x, names):
     bounds.assert_close(dx, want, unit, names, 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True))
 
 
-# --- The checks ---------------------------------------------------------------------------------------
-
-
 @each(op=OPS[:4], layout=LAYOUTS, how=HOW)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], most=4)
@@ -443,7 +440,6 @@ def results_without_derivatives(name):
 
 
 # --- One table of all functions -------------------------------------------------------------------------
-
 
 BY_HAND = ("shard_map", "unchecked")  # without the check of varying mesh axes
 
@@ -792,9 +788,6 @@ def decoded(spec):
     found, (found_spec,) = decode(n, [jax_internals.tiles(jax_internals.hlo_sharding(given, 2))], [2])
     devices = jax.sharding.Mesh(given.mesh.devices.reshape(found.axis_sizes), found.axis_names)
     assert NamedSharding(devices, found_spec).is_equivalent_to(given, 2), found_spec
-
-
-# --- The choice ------------------------------------------------------------------------
 
 
 @each(op=OPS[:4])
