@@ -276,7 +276,6 @@ def test_one_operation_for_every_derivative():
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "log"), [("bfloat16", False), ("float16", True)])
 def test_16_bit_dtypes_under_strict_promotion(dtype, log):
-    """Both modes agree in 16-bit dtypes under strict promotion."""
     x, dx = jnp.asarray(X, dtype), jnp.asarray(DX, dtype)
     with jax.numpy_dtype_promotion("strict"):
         f = lambda x: ps.fused_topk(x, K, log=log).values  # noqa: E731
