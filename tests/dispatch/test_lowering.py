@@ -19,10 +19,6 @@ ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in ev
 X = array(ROWS, V)
 
 
-def values(x):
-    return topk(x).values
-
-
 # name: (public function, results of its kernel: X's shape, or the winners, m and d)
 FUNCTIONS = {
     "softmax": (ps.softmax, lambda rows: [f"{rows}x{V}xf32"]),
@@ -83,7 +79,7 @@ def test_a_transformation_has_one_kernel(name, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
+@pytest.mark.parametrize("f", [ps.softmax, lambda x: topk(x).values], ids=["softmax", "topk"])
 def test_kernels_of_gradients(f):
     """The forward kernel runs again after a checkpoint, and each device runs the kernels on its own rows."""
     gradient = jax.grad(square_sum(f))

@@ -144,9 +144,9 @@ def test_sample_equals_categorical(batch, keys, generator, options):
     w = rng.integers(-2, 3, (8, 50)).astype("float32") / 2
     key = jax.random.key(3, impl=generator)
     key = key if keys == "one" else jax.random.split(key, batch)
-    of_head = {"softcap": options["softcap"]} if "softcap" in options else {}
+    softcap, t = options.get("softcap"), options.get("temperature", 1.0)
     filters = {name: value for name, value in options.items() if name not in ("softcap", "mode")}
-    z = 2 * jnp.tanh(x @ w / 2) if of_head else x @ w
+    z = 2 * jnp.tanh(x @ w / 2) if softcap else x @ w
     z = jax.lax.optimization_barrier(z)
     draw = functools.partial(jax.random.categorical, mode=options.get("mode"))
     for _ in key.shape:
@@ -156,14 +156,13 @@ def test_sample_equals_categorical(batch, keys, generator, options):
         got = ps.linear_sample(key, x, w, workspace_bytes=bytes_, **options)
         np.testing.assert_array_equal(got.indices, want)
         np.testing.assert_allclose(got.log_mass, other.log_mass, atol=1e-5)
-        t = {"temperature": filters["temperature"]} if "temperature" in filters else {}
-        log_probs = ps.linear_log_probs(x, w, got.indices, **of_head, **t)
+        log_probs = ps.linear_log_probs(x, w, got.indices, softcap=softcap, temperature=t)
         np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_sample_at_edges():
-    """Rows without a draw, temperatures that `linear_log_probs` does not take, a masked column, and vmap."""
+    """Rows without a draw, temperatures that `linear_log_probs` does not take, and a masked column."""
     w, bias = jnp.eye(4), jnp.array([0, 0, -jnp.inf, 0])
     x = jnp.array([[1.0, 2, 9, 0], [jnp.nan] * 4, [jnp.inf, 0, 0, 0], [0, 0, 0, 0], [3, 1e-3, 0, 0]])
     key = jax.random.key(0)
@@ -183,12 +182,6 @@ def test_sample_at_edges():
     assert np.isnan(out_of_range.log_probs[3:]).all()
     only_masked = ps.linear_sample(key, x[:1], w, bias=jnp.full(4, -jnp.inf))
     assert only_masked.indices[0] == -1 and np.isnan(only_masked.log_mass[0])
-    keys, xs = jax.random.split(key, 3), jnp.stack([x] * 3)
-    got = jax.vmap(lambda key, x: ps.linear_sample(key, x, w, top_k=2))(keys, xs)
-    np.testing.assert_array_equal(got.indices, [ps.sample(k, x, top_k=2).indices for k in keys])
-    ws = jnp.stack([w, 2 * w, w[::-1]])
-    got = jax.vmap(ps.linear_sample, (0, None, 0))(keys, x, ws)
-    np.testing.assert_array_equal(got.indices, [ps.linear_sample(k, x, w).indices for k, w in zip(keys, ws)])
 
 
 @pytest.mark.slow
@@ -378,23 +371,18 @@ def test_columns_that_the_bias_masks():
 @pytest.mark.parametrize(
     ("n", "name", "values"),
     [
-        (6, "where", [False] * 6),
-        (0, "where", []),
-        (6, "token_weights", [1.0, -1, 2, -2, 3, -3]),
-        (6, "token_weights", [0.0] * 6),
+        (6, "where", np.zeros(6, bool)),
+        (0, "where", np.zeros(0, bool)),
+        (6, "token_weights", np.float32([1, -1, 2, -2, 3, -3])),
+        (6, "token_weights", np.zeros(6, "float32")),
     ],
 )
 def test_a_mean_without_weight_is_0(n, name, values):
     x, w, labels, _ = linear.arrays(6, 8, 100, "float32")
-    held = {"x": x[:n], "w": w}
-    options = {name: jnp.array(values, "float32" if name == "token_weights" else bool)}
-    if name == "token_weights":
-        held |= options
+    f = lambda x, w, given: ps.linear_cross_entropy(x, w, labels[:n], **{name: given})  # noqa: E731
     with jax.debug_nans(True):
-        loss, gradients = jax.value_and_grad(lambda held: ps.linear_cross_entropy(labels=labels[:n], **options | held))(
-            held
-        )
-    assert loss == 0 and not any(map(jnp.any, gradients.values()))
+        loss, gradients = jax.value_and_grad(f, (0, 1) if name == "where" else (0, 1, 2))(x[:n], w, values)
+    assert loss == 0 and not any(map(jnp.any, gradients))
 
 
 @pytest.mark.slow

@@ -71,13 +71,13 @@ def test_operations(case):
 def test_sample(n, vocab, dtype, options):
     """Log-probabilities have the bits of `linear_log_probs`, also in batches of another size."""
     x, w, _, _ = linear.arrays(n, 256, vocab, dtype, peak=2)
-    t = {"temperature": options["temperature"]} if "temperature" in options else {}
+    t = options.get("temperature", 1.0)
     drawn = ps.linear_sample(jax.random.key(0), x, w, **options)
-    np.testing.assert_array_equal(drawn.log_probs, ps.linear_log_probs(x, w, drawn.indices, **t))
+    np.testing.assert_array_equal(drawn.log_probs, ps.linear_log_probs(x, w, drawn.indices, temperature=t))
     z, _ = linear.logits(x, w)
     want = ps.sample(jax.random.key(0), jnp.asarray(z, jnp.float32), **options)
     assert np.mean(np.asarray(drawn.indices) == want.indices) > 0.99
-    of_last = ps.linear_log_probs(x[-1:], w, drawn.indices[-1:], **t)
+    of_last = ps.linear_log_probs(x[-1:], w, drawn.indices[-1:], temperature=t)
     np.testing.assert_array_equal(drawn.log_probs[-1:], of_last)
 
 

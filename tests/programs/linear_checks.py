@@ -36,9 +36,15 @@ LAYOUTS = {
 HOW = ("auto", "explicit", "shard_map")
 
 
-def register(check, *names):
-    name = "-".join(["linear", check.__name__, *map(str, names)])
-    CHECKS[name] = functools.partial(check, *names)
+def each(*combinations):
+    """Registers a check for combinations of its parameters."""
+
+    def register(check):
+        for names in combinations:
+            CHECKS["-".join(["linear", check.__name__, *map(str, names)])] = functools.partial(check, *names)
+        return check
+
+    return register
 
 
 def mesh_of(how, sizes=None):
@@ -140,6 +146,7 @@ def sent(layout, reduction, devices):
     return reduced, gathered
 
 
+@each(*itertools.product(HOW, LAYOUTS, ("mean", None)))
 def loss(how, layout, reduction):
     """Loss and gradients agree with one device, and the collectives have exactly the necessary bytes."""
     arrays = arrays_of()
@@ -165,10 +172,7 @@ def loss(how, layout, reduction):
     assert not by_kind, found
 
 
-for parameters in itertools.product(HOW, LAYOUTS, ("mean", None)):
-    register(loss, *parameters)
-
-
+@each(*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns"))
 def not_finite(how, layout):
     """The gradients of a mean that is not finite are 0 on all devices, whichever device has the bad number."""
     arrays = arrays_of()
@@ -183,10 +187,6 @@ def not_finite(how, layout):
         (value, gradients), _ = execute(mean, how, layout, arrays | bad, reduce=jax.lax.pmean, named_mesh=False)
         assert not np.isfinite(value)
         assert not any(np.any(np.asarray(g)) for g in gradients.values())
-
-
-for how, layout in (*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns")):
-    register(not_finite, how, layout)
 
 
 def left_out(how, layout):
@@ -250,6 +250,7 @@ def statistics(how, layout):
             jax.tree.map(close, got, on_one_device(f, arrays, held=()))
 
 
+@each((SAMPLE,), (CUTOFF,))
 def draws_of_padded_columns(operation):
     """Columns that pad a device's shard to whole atoms do not count, as in the arrays that kernels get."""
     mesh = mesh_of("auto")
@@ -301,7 +302,7 @@ def divergence(how, layout):
 
 
 for check, *parameters in covering.pairs((divergence, statistics, left_out), HOW, LAYOUTS):
-    register(check, *parameters)
+    each(parameters)(check)
 
 
 # --- The bytes that a training step must send -----------------------------------------------------------
@@ -342,6 +343,7 @@ def least_bytes(layout):
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
+@each(*itertools.product(STEPS, HOW[:2]))
 def few_bytes(layout, how):
     """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
     if jax.device_count() < 8:
@@ -356,6 +358,7 @@ def few_bytes(layout, how):
     assert sum(c.received for c in found) <= 1.1 * least_bytes(layout)
 
 
+@each(("tokens",), ("hybrid fsdp",), ("columns",), ("tokens and columns on one axis",))
 def one_rounding(layout):
     """Gradients in bfloat16 are the same on 8 devices and on one: float32 sums, rounded once."""
     if jax.device_count() < 8:
@@ -370,6 +373,7 @@ def one_rounding(layout):
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
+@each(("auto",), ("explicit",))
 def own_slices(how):
     """Under vmap, each device computes the gradients of its own slices, and nothing of w's size is sent."""
     mesh = mesh_of(how)
@@ -388,14 +392,3 @@ def own_slices(how):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, f(*arrays))
     found = [c for c in links.collectives(program.as_text()) if c.group > 1]
     assert all(c.group == 2 and c.bytes <= 4 * N * D for c in found), found  # the sum for dx
-
-
-for operation in SAMPLE, CUTOFF:
-    register(draws_of_padded_columns, operation)
-
-for how in HOW[:2]:
-    register(own_slices, how)
-for parameters in itertools.product(STEPS, HOW[:2]):
-    register(few_bytes, *parameters)
-for layout in ("tokens", "hybrid fsdp", "columns", "tokens and columns on one axis"):
-    register(one_rounding, layout)

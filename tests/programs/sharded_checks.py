@@ -31,7 +31,7 @@ from pallas_softmax._src.dispatch import mesh_types, partitioner
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
 from tests.programs import linear_checks
-from tests.programs.linear_checks import lay
+from tests.programs.linear_checks import HOW, lay
 from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
 from tests.support.cases import BF16, F16, F32
 from tests.support.children import report
@@ -44,7 +44,6 @@ ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40 is more than the V / 8 elements of a part
 OPS = (*oracle.FORWARD, *TOPK)
 SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much like softmax
-HOW = ("auto", "explicit", "shard_map")
 
 
 def each(most=None, **parameters):
@@ -697,17 +696,15 @@ def named_kernel_on_the_cpu(op):
         jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
 
 
-def temperature_of_each_device():
-    at, x = split("both", "shard_map"), logits()
+@each(how=["shard_map"])
+def temperature_of_each_device(how):
+    at, x = split("both", how), logits()
     f = jax.shard_map(
         lambda x, t: ps.fused_topk(x, 5, temperature=t[0], axis_name="v"),
         mesh=at.mesh, in_specs=(P(*at.spec), P("v")), out_specs=P("b"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="temperature must be the same on all devices"):
         jax.jit(f)(at.place(x), np.ones(at.mesh.shape["v"], F32))
-
-
-CHECKS["temperature_of_each_device"] = temperature_of_each_device
 
 
 # --- Reshapes after which XLA splits a mesh axis over two dimensions ------------------------------------
