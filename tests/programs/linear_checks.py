@@ -1,4 +1,4 @@
-"""Checks of the projection over 8, 4 or 2 devices, which sharded_checks.py adds to its own."""
+"""Checks of the projection over 8, 4 or 2 devices; sharded_checks.py has others, and runs both."""
 
 import contextlib
 import functools
@@ -36,15 +36,15 @@ LAYOUTS = {
 HOW = ("auto", "explicit", "shard_map")
 
 
-def each(*combinations):
-    """Registers a check for combinations of its parameters."""
+def register(*combinations):
+    """Adds a check to CHECKS for combinations of its parameters."""
 
-    def register(check):
-        for names in combinations:
-            CHECKS["-".join(["linear", check.__name__, *map(str, names)])] = functools.partial(check, *names)
+    def add(check):
+        for parameters in combinations:
+            CHECKS["-".join([check.__name__, *map(str, parameters)])] = functools.partial(check, *parameters)
         return check
 
-    return register
+    return add
 
 
 def mesh_of(how, sizes=None):
@@ -146,8 +146,8 @@ def sent(layout, reduction, devices):
     return reduced, gathered
 
 
-@each(*itertools.product(HOW, LAYOUTS, ("mean", None)))
-def loss(how, layout, reduction):
+@register(*itertools.product(HOW, LAYOUTS, ("mean", None)))
+def linear_loss(how, layout, reduction):
     """Loss and gradients agree with one device, and the collectives have exactly the necessary bytes."""
     arrays = arrays_of()
 
@@ -172,8 +172,8 @@ def loss(how, layout, reduction):
     assert not by_kind, found
 
 
-@each(*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns"))
-def not_finite(how, layout):
+@register(*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns"))
+def linear_not_finite(how, layout):
     """The gradients of a mean that is not finite are 0 on all devices, whichever device has the bad number."""
     arrays = arrays_of()
     nan, inf, label = (np.array(arrays[name]) for name in ("x", "bias", "labels"))
@@ -189,7 +189,7 @@ def not_finite(how, layout):
         assert not any(np.any(np.asarray(g)) for g in gradients.values())
 
 
-def left_out(how, layout):
+def linear_left_out(how, layout):
     """With many tokens left out, loss and gradients agree with one device. Devices keep different numbers of tokens."""
     n = 1024 * mesh_of(how).shape["data"]
     arrays = arrays_of(n)
@@ -209,7 +209,7 @@ def left_out(how, layout):
     assert_near((value, gradients | {"x": dx[where]}), on_one_device(total, kept))
 
 
-def statistics(how, layout):
+def linear_statistics(how, layout):
     """linear_token_stats, linear_topk and linear_sample agree with one device.
 
     A row takes one collective, and a draw without filters two. With filters, devices exchange these few logits.
@@ -250,8 +250,8 @@ def statistics(how, layout):
             jax.tree.map(close, got, on_one_device(f, arrays, held=()))
 
 
-@each((SAMPLE,), (CUTOFF,))
-def draws_of_padded_columns(operation):
+@register((SAMPLE,), (CUTOFF,))
+def linear_draws_of_padded_columns(operation):
     """Columns that pad a device's shard to whole atoms do not count, as in the arrays that kernels get."""
     mesh = mesh_of("auto")
     own, devices = 60, mesh.shape["model"]
@@ -285,7 +285,7 @@ def assert_a_draw(arrays, drawn):
     assert (drawn.log_probs <= drawn.log_mass).all() and (drawn.log_mass < 1e-6).all()
 
 
-def divergence(how, layout):
+def linear_divergence(how, layout):
     """With a teacher that is sharded alike, no w is gathered, and a sum that is not finite has gradients of 0."""
     x, w, *_ = linear.arrays(N, D, V, "float32")
     teacher_x, teacher_w, *_ = linear.arrays(N, 2 * D, V, "float32", seed=1)
@@ -301,8 +301,8 @@ def divergence(how, layout):
         assert sum(c.bytes for c in found if c.kind == "all-gather") <= 64 * 4 * N < 4 * D * V, found
 
 
-for check, *parameters in covering.pairs((divergence, statistics, left_out), HOW, LAYOUTS):
-    each(parameters)(check)
+for check, *parameters in covering.pairs((linear_divergence, linear_statistics, linear_left_out), HOW, LAYOUTS):
+    register(parameters)(check)
 
 
 # --- The bytes that a training step must send -----------------------------------------------------------
@@ -343,8 +343,8 @@ def least_bytes(layout):
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
-@each(*itertools.product(STEPS, HOW[:2]))
-def few_bytes(layout, how):
+@register(*itertools.product(STEPS, HOW[:2]))
+def linear_few_bytes(layout, how):
     """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
     if jax.device_count() < 8:
         return
@@ -358,8 +358,8 @@ def few_bytes(layout, how):
     assert sum(c.received for c in found) <= 1.1 * least_bytes(layout)
 
 
-@each(("tokens",), ("hybrid fsdp",), ("columns",), ("tokens and columns on one axis",))
-def one_rounding(layout):
+@register(("tokens",), ("hybrid fsdp",), ("columns",), ("tokens and columns on one axis",))
+def linear_one_rounding(layout):
     """Gradients in bfloat16 are the same on 8 devices and on one: float32 sums, rounded once."""
     if jax.device_count() < 8:
         return
@@ -373,8 +373,8 @@ def one_rounding(layout):
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
-@each(("auto",), ("explicit",))
-def own_slices(how):
+@register(("auto",), ("explicit",))
+def linear_own_slices(how):
     """Under vmap, each device computes the gradients of its own slices, and nothing of w's size is sent."""
     mesh = mesh_of(how)
     n = mesh.shape["data"]

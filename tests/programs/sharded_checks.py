@@ -30,8 +30,7 @@ from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import mesh_types, partitioner
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
-from tests.programs import linear_checks
-from tests.programs.linear_checks import HOW, lay
+from tests.programs.linear_checks import CHECKS, HOW, lay, register
 from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
 from tests.support.cases import BF16, F16, F32
 from tests.support.children import report
@@ -39,7 +38,6 @@ from tests.support.trees import assert_equal, assert_near
 
 V = 256
 IMPLEMENTATION = None  # the implementation to name in calls, if every call has its kernels
-CHECKS = {}
 ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40 is more than the V / 8 elements of a part
 OPS = (*oracle.FORWARD, *TOPK)
@@ -48,14 +46,7 @@ SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much li
 
 def each(most=None, **parameters):
     """Registers a check for combinations of the parameters that cover every pair of values, or for the first `most`."""
-
-    def register(check):
-        for combination in covering.pairs(*parameters.values())[:most]:
-            name = "-".join([check.__name__, *map(str, combination)])
-            CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
-        return check
-
-    return register
+    return register(*covering.pairs(*parameters.values())[:most])
 
 
 # --- Devices ------------------------------------------------------------------------------------------
@@ -931,9 +922,6 @@ def divided_inside_shard_map(name, batch):
             return jax.jit(jax.shard_map(f_of_rows, in_specs=P("b"), out_specs=P("b"), axis_names={"b"}))(x)
 
     assert_near(run(divided), run(FUNCTIONS[name]), 1e-4, 1e-5)
-
-
-CHECKS |= linear_checks.CHECKS
 
 
 def main(*patterns):
