@@ -14,6 +14,7 @@ import pallas_softmax as ps
 from tests.support import cases
 from tests.support.covering import first, pairs, values
 from tests.support.lowering import array, kernel_names, lowered
+from tests.support.oracle import wide
 from tests.support.trees import assert_near
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -282,11 +283,7 @@ def test_16_bit_dtypes_under_strict_promotion(dtype, log):
         y, pullback = jax.vjp(f, x)
         dy = jax.jvp(f, (x,), (dx,))[1]
     assert dy.dtype == y.dtype == dtype
-    np.testing.assert_allclose(
-        np.vdot(np.asarray(dy, "float64"), np.asarray(y, "float64")),
-        np.vdot(np.asarray(dx, "float64"), np.asarray(pullback(y)[0], "float64")),
-        rtol=0.05,
-    )
+    np.testing.assert_allclose(np.vdot(wide(dy), wide(y)), np.vdot(wide(dx), wide(pullback(y)[0])), rtol=0.05)
 
 
 OF_ONE_ROW = {

@@ -107,7 +107,7 @@ BAD_TYPES = {
         "must be None or of .*, got dtype complex64": [calls.LABELS * np.complex64(1j)],
         ARRAY: [[1, 2, 3]],
     },
-    "dtype": {"must be None or a floating dtype": [jnp.int32, bool, jnp.complex64, "garbage"]},
+    "dtype": {"must be None or a floating dtype": [jnp.int32, bool, jnp.complex64, "garbage", X]},
     "groups": {"must be .*2.0": [2.0]},
     "top_groups": {"must be .*1.0": [1.0]},
     "group_best": {"must be an integer, got 1.5": [1.5]},
@@ -316,7 +316,6 @@ TYPE_ERRORS = {
     ),
     "softmax: x must be of numbers that JAX has, got dtype": lambda: ps.softmax(np.array(["a"])),
     "x must be of numbers": lambda: ps.softmax(np.ones(3, np.longdouble)),
-    "fused_topk: dtype must be None or a floating": lambda: topk(X, 1, dtype=X),
     "logsumexp: b must be of numbers, got dtype key": lambda: ps.logsumexp(X, b=KEYS[0]),
     "online.combine: b must be a Normalizer, got None": lambda: ps.online.combine(
         ps.online.identity(),
@@ -325,7 +324,6 @@ TYPE_ERRORS = {
     r"(?s)explain: function must be callable, .* explain\(softmax, x\); got Array": lambda: ps.explain(
         ps.softmax(X)  # pyright: ignore[reportArgumentType]
     ),
-    "argument.*'initial'": lambda: ps.softmax(X, **{"initial": 0.0}),  # jax.nn.softmax once had it
     "linear_log_probs: labels must be an array": lambda: ps.linear_log_probs(X, X.T, None),  # once -logsumexp
     "labels must be an array or a scalar, got None": lambda: ps.linear_cross_entropy(X, X.T, None, reduction=None),
     "linear_logsumexp: x must be of float16": lambda: ps.linear_logsumexp(X.astype(int), X.T),

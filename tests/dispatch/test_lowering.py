@@ -25,7 +25,6 @@ FUNCTIONS = {
     "topk": (topk, lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32", f"{rows}xf32", f"{rows}xf32"]),
     "top_k": (functools.partial(ps.top_k, k=K), lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32"]),
 }
-each = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 # name: (a call of the function, the functions without a kernel for it)
@@ -118,7 +117,7 @@ def test_export_and_its_gradient_can_be_serialised():
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu",)], ids=str)
-@each
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_export_with_a_symbolic_batch(name, platforms):
     """A grid needs a static size, so there is no kernel, and explain says so."""
     f, x = FUNCTIONS[name][0], array(*export.symbolic_shape("rows"), V)

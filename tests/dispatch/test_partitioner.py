@@ -92,11 +92,9 @@ STATIC = dict.fromkeys(SWITCHES, (False, True)) | {
     "beta": (0, 0.5, 1),
 }
 SOFTMAX = {"axis": (-1, 1, (1, 2)), "implementation": (None, "mosaic_gpu")}
-NAMED = {"implementation": (None, "mosaic_gpu", "xla")}
 # name: values of static arguments in place of those above
-OTHERS_OF = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), SOFTMAX) | dict.fromkeys(
-    ("fused_topk", "top_k"), NAMED
-)
+OTHERS_OF = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), SOFTMAX)
+OTHERS_OF |= dict.fromkeys(("fused_topk", "top_k"), {"implementation": (None, "mosaic_gpu", "xla")})
 
 
 def arguments(name):

@@ -38,8 +38,8 @@ def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
 @pytest.mark.parametrize(("dtype", "features", "peak"), pairs(DTYPES, ["", "bias", "softcap", "transposed"], [1, 40]))
 def test_log_probs_and_token_stats(dtype, features, peak):
     linear.assert_log_probs(dtype, features, peak, k=64, **SIZES)
-    sizes = {"n": 301, "depth": 200, "vocab": 5003, "workspace_bytes": linear.workspace(5003, 128)}
-    linear.assert_stats(dtype, features, peak, **sizes)
+    workspace = linear.workspace(5003, 128)
+    linear.assert_stats(dtype, features, peak, n=301, depth=200, vocab=5003, workspace_bytes=workspace)
 
 
 @pytest.mark.parametrize(

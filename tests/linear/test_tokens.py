@@ -18,8 +18,6 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-# --- Tokens that are left out ---------------------------------------------------------------------------
-
 FEW = {
     "n": 21,
     "depth": 8,
@@ -68,9 +66,6 @@ def test_no_intermediate_nan(name, options):
         jax.grad(total)(x)
 
 
-# --- Options per token, and traced options --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("reduction", "per_token"), first(1, [(None, False), ("mean", True), (None, True)]))
 def test_traced_options(reduction, per_token):
     """Temperature, z-loss and label smoothing may be traced, per call or per token. Values do not recompile."""
@@ -112,17 +107,14 @@ def test_traced_options_out_of_range_give_nan():
         assert np.isnan(loss) and np.isnan(lse).all() == (numbers[0] < 0)
 
 
-# --- Temperature 0 --------------------------------------------------------------------------------------
-
-
 def ties(n=12, vocab=50):
-    """Returns integers x, w, and a bias: the largest logits of a row tie, and some are 0 or negative."""
+    """Returns integers x and w: the largest logits of a row tie, and some are 0 or negative."""
     rng = np.random.default_rng(1)
     x = rng.integers(-2, 3, (n, 6)).astype("float32")
     w = rng.integers(-1, 2, (6, vocab)).astype("float32")
     x[0], w[:, 7] = 0, w[:, 3]
     x[1] = -np.abs(x[1]) - 1
-    return x, w, np.zeros(vocab, "float32")
+    return x, w
 
 
 AT_0 = [name for name in linear.EACH if name not in ("divergence", "topk", "sample")]
@@ -133,8 +125,8 @@ AT_0 = [name for name in linear.EACH if name not in ("divergence", "topk", "samp
 )
 def test_temperature_0_is_the_limit(dtype, offset):
     """Tied largest logits share the probability, also next to tokens of other temperatures."""
-    x, w, bias = ties()
-    x, w, bias = x.astype(jnp.dtype(dtype)), w.astype(jnp.dtype(dtype)), bias + np.float32(offset)
+    x, w = (a.astype(jnp.dtype(dtype)) for a in ties())
+    bias = np.full(50, offset, "float32")
     z, _ = linear.logits(x, w, bias=bias)
     labels = np.where(np.arange(12) % 2, z.argmax(1), z.argmin(1)).astype("int32")
     cold = np.arange(12) % 4 != 2
@@ -147,8 +139,7 @@ def test_temperature_0_is_the_limit(dtype, offset):
             "topk": (topk(), topk(log=True))
         }
 
-    found, warm = (run(np.where(cold, t, 0.7).astype("float32")) for t in (0, 0.7))
-    found, warm = (jax.tree.map(np.asarray, of) for of in (found, warm))
+    found, warm = (jax.tree.map(np.asarray, run(np.where(cold, t, 0.7).astype("float32"))) for t in (0, 0.7))
     jax.tree.map(lambda a, b: close(a[~cold], b[~cold]), found, warm)
     log_p, entropy, lse, argmax = oracle.token_stats(z, labels, temperature=0.0)
     all_tie = (z == z.max(1, keepdims=True)).all(1)
@@ -175,8 +166,8 @@ def test_temperature_0_is_the_limit(dtype, offset):
 @pytest.mark.parametrize("name", first_values(1, [*AT_0, "mean", "sum"]))
 def test_gradients_at_temperature_0(name):
     """A token at temperature 0 adds nothing to the gradients. A mean counts its token, and the log of its ties."""
-    x, w, bias = ties()
-    labels = np.argmax(x @ w + bias, 1).astype("int32")
+    x, w = ties()
+    labels = np.argmax(x @ w, 1).astype("int32")
     t = np.where(np.arange(12) % 3 != 2, 0, 0.7).astype("float32")
     f = linear.EACH.get(name, functools.partial(ps.linear_cross_entropy, reduction=name))
 

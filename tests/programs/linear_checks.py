@@ -218,20 +218,21 @@ def linear_statistics(how, layout):
     several_devices = layout in ("columns", "both") or (layout == "fsdp" and mesh.shape["data"] > 1)
     head = {"softcap": 20.0, "temperature": 0.7}
 
+    def without_labels(arrays):
+        return {name: arrays[name] for name in ("x", "w", "bias")}
+
     def stats(arrays, axis_name=None):
         return ps.linear_token_stats(**arrays, **head, axis_name=axis_name)
 
     def winners(arrays, axis_name=None, k=300, **options):
-        held = {name: arrays[name] for name in ("x", "w", "bias")}
-        return ps.linear_topk(**held, k=k, axis_name=axis_name, **(options or head))
+        return ps.linear_topk(**without_labels(arrays), k=k, axis_name=axis_name, **(options or head))
 
     def draws(arrays, axis_name=None, **options):
-        held = {name: arrays[name] for name in ("x", "w", "bias")}
         t = np.linspace(0, 2, N) if how != "shard_map" else 0.7
         key = jax.random.key(0)
         if how == "shard_map" and layout in ("tokens", "both", "fsdp"):  # each device has its own noise
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        return ps.linear_sample(key, **held, temperature=t, axis_name=axis_name, **options)
+        return ps.linear_sample(key, **without_labels(arrays), temperature=t, axis_name=axis_name, **options)
 
     in_chunks = functools.partial(winners, k=3, log=True, workspace_bytes=4 * ROWS * V)
     sharding = NamedSharding(mesh, LAYOUTS[layout][-1])

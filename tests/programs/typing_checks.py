@@ -34,7 +34,6 @@ def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name
 
 
 def results_of_flags(x: jax.Array, w: jax.Array, labels: jax.Array, flag: bool) -> None:
-    """Has calls with results that depend on a flag, known or not."""
     loss: jax.Array = ps.linear_cross_entropy(x, w, labels)
     number = float(ps.linear_cross_entropy(x, w, labels, return_logsumexp=False))
     pair: tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(x, w, labels, return_logsumexp=True)
