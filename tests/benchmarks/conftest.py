@@ -5,8 +5,6 @@ import csv
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +12,13 @@ from absl.flags import FLAGS
 
 from benchmarks.support import driver, plot, timing
 from benchmarks.support.cases import Case
-from tests.support.children import ROOT
+from tests.support import children
 
 
 def output_of(*command, **environment):
     """Runs a module in a process of its own, on the CPU. Returns what it prints."""
     of_cpu = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command, env = [sys.executable, "-m", *command], os.environ | of_cpu | environment
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return children.output_of("-m", *command, env=os.environ | of_cpu | environment)
 
 
 def case_of(**changed) -> Case:

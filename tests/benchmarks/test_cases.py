@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,8 +12,7 @@ from benchmarks import __main__ as both
 from benchmarks import beam_search, paper, programs, softmax, topk
 from benchmarks.support import answers, cases
 from tests.benchmarks.conftest import case_of, flags_of, parse
-
-ROOT = Path(__file__).parents[2]
+from tests.support.children import ROOT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,15 +1,14 @@
 """The generators of pictures, tables and CSVs, each on a result."""
 
-from pathlib import Path
-
 import matplotlib.text
 import pytest
 
 from benchmarks import softmax
 from benchmarks.support import flags, plot, redraw, result
 from tests.benchmarks.conftest import case_of
+from tests.support.children import ROOT
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 FILES = sorted(file for file in RESULTS.glob("*/*.json") if file.parent.name != "local")
 
 

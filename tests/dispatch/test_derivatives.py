@@ -14,11 +14,12 @@ import pallas_softmax as ps
 from tests.support import cases
 from tests.support.covering import first, pairs, values
 from tests.support.lowering import array, kernel_names, lowered
+from tests.support.oracle import wide
 from tests.support.trees import assert_near
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-K, KEY = 4, jax.random.key(0)
+K = 4
 X = cases.rows(["normal", "peaked", "normal"], 23)
 DX = np.random.default_rng(1).standard_normal(X.shape).astype("float32")
 MASK = np.random.default_rng(0).random(X.shape) < 0.7
@@ -33,9 +34,29 @@ def divided(x, t):
     return jnp.where(jnp.isfinite(x), jnp.where(jnp.isfinite(x), x, 0) / t[..., None], x)
 
 
-def log_sum(z):
+def log_sum(z, indices=None):
     """Subtracts no maximum, so the formula has no special points."""
     return jnp.log(jnp.sum(jnp.exp(z), -1, keepdims=True))
+
+
+def softmax(z, indices=None):
+    return jnp.exp(z - log_sum(z))
+
+
+def log_softmax(z, indices=None):
+    return z - log_sum(z)
+
+
+def of_divided(f, **options):
+    return lambda x, t, where: (f(divided(x, t), where=where, **options), None)
+
+
+def columns(x, where):
+    return ps.softmax(x.T, 0, where=None if where is None else where.T).T
+
+
+def winners(**options):
+    return lambda x, t, where: ps.fused_topk(x, min(K, x.shape[1]), temperature=t, where=where, **options)
 
 
 def at_winners(of_row):
@@ -71,41 +92,23 @@ def drawn(x, t, where):
 
 # name: (our function (x, temperature, where) -> (values, indices or None), its definition (x / t, indices) -> values)
 FUNCTIONS = {
-    "softmax": (
-        lambda x, t, where: (ps.softmax(divided(x, t), where=where), None),
-        lambda z, _: jnp.exp(z - log_sum(z)),
-    ),
-    "softmax of columns": (
-        lambda x, t, where: (ps.softmax(divided(x, t).T, 0, where=None if where is None else where.T).T, None),
-        lambda z, _: jnp.exp(z - log_sum(z)),
-    ),
-    "log_softmax": (
-        lambda x, t, where: (ps.log_softmax(divided(x, t), where=where), None),
-        lambda z, _: z - log_sum(z),
-    ),
-    "logsumexp": (
-        lambda x, t, where: (ps.logsumexp(divided(x, t), -1, where=where, keepdims=True), None),
-        lambda z, _: log_sum(z),
-    ),
-    "fused_topk": (
-        lambda x, t, where: ps.fused_topk(x, min(K, x.shape[1]), temperature=t, where=where),
-        at_winners(lambda z: jnp.exp(z - log_sum(z))),
-    ),
-    "fused_topk, log": (
-        lambda x, t, where: ps.fused_topk(x, min(K, x.shape[1]), temperature=t, where=where, log=True),
-        at_winners(lambda z: z - log_sum(z)),
-    ),
+    "softmax": (of_divided(ps.softmax), softmax),
+    "softmax of columns": (of_divided(columns), softmax),
+    "log_softmax": (of_divided(ps.log_softmax), log_softmax),
+    "logsumexp": (of_divided(ps.logsumexp, axis=-1, keepdims=True), log_sum),
+    "fused_topk": (winners(), at_winners(softmax)),
+    "fused_topk, log": (winners(log=True), at_winners(log_softmax)),
     "top_k": (lambda x, t, where: ps.top_k(divided(x, t), min(K, x.shape[1]), where=where), at_winners(lambda z: z)),
-    "sample": (drawn, at_winners(lambda z: z - log_sum(z))),
+    "sample": (drawn, at_winners(log_softmax)),
     "filter_logits": (
         lambda x, t, where: (ps.filter_logits(x, temperature=t, where=where, top_k=2), None),
         lambda z, _: z,
     ),
-    "token_stats: log_probs": (statistic("log_probs"), lambda z, _: (z - log_sum(z))[:, :1]),
-    "token_stats: logsumexp": (statistic("logsumexp"), lambda z, _: log_sum(z)),
+    "token_stats: log_probs": (statistic("log_probs"), lambda z, _: log_softmax(z)[:, :1]),
+    "token_stats: logsumexp": (statistic("logsumexp"), log_sum),
     "token_stats: entropy": (
         statistic("entropy"),
-        lambda z, _: log_sum(z) - jnp.sum(jnp.exp(z - log_sum(z)) * jnp.maximum(z, -999), -1, keepdims=True),
+        lambda z, _: log_sum(z) - jnp.sum(softmax(z) * jnp.maximum(z, -999), -1, keepdims=True),
     ),
     **{
         f"route: {score}{', renormalized' * renormalize}": routing(score, renormalize)
@@ -274,18 +277,13 @@ def test_one_operation_for_every_derivative():
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "log"), [("bfloat16", False), ("float16", True)])
 def test_16_bit_dtypes_under_strict_promotion(dtype, log):
-    """Both modes agree in 16-bit dtypes under strict promotion."""
     x, dx = jnp.asarray(X, dtype), jnp.asarray(DX, dtype)
     with jax.numpy_dtype_promotion("strict"):
         f = lambda x: ps.fused_topk(x, K, log=log).values  # noqa: E731
         y, pullback = jax.vjp(f, x)
         dy = jax.jvp(f, (x,), (dx,))[1]
     assert dy.dtype == y.dtype == dtype
-    np.testing.assert_allclose(
-        np.vdot(np.asarray(dy, "float64"), np.asarray(y, "float64")),
-        np.vdot(np.asarray(dx, "float64"), np.asarray(pullback(y)[0], "float64")),
-        rtol=0.05,
-    )
+    np.testing.assert_allclose(np.vdot(wide(dy), wide(y)), np.vdot(wide(dx), wide(pullback(y)[0])), rtol=0.05)
 
 
 OF_ONE_ROW = {

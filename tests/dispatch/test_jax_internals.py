@@ -67,13 +67,10 @@ def test_number_of_devices():
         found.append(jax_internals.divisible_over(ctx))
         return [x]
 
+    own = P(("a", "b"))
     lower_with(rule, lambda probe, x: probe(x), (8, 8))
     lower_with(
-        rule,
-        lambda probe, x: jax.shard_map(
-            probe, mesh=MESH, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False
-        )(x),
-        (8, 8),
+        rule, lambda probe, x: jax.shard_map(probe, mesh=MESH, in_specs=own, out_specs=own, check_vma=False)(x), (8, 8)
     )
     lower_with(rule, lambda probe, x: probe(x), (8, 8), mesh=AbstractMesh((1,), ("a",), axis_types=(AxisType.Auto,)))
     assert found == [8, 1, 1]

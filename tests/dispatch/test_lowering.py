@@ -19,20 +19,12 @@ ROWS, V, K = 128, 16384, 5  # enough for the automatic choice of a kernel, in ev
 X = array(ROWS, V)
 
 
-def values(x):
-    return topk(x).values
-
-
 # name: (public function, results of its kernel: X's shape, or the winners, m and d)
 FUNCTIONS = {
     "softmax": (ps.softmax, lambda rows: [f"{rows}x{V}xf32"]),
     "topk": (topk, lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32", f"{rows}xf32", f"{rows}xf32"]),
     "top_k": (functools.partial(ps.top_k, k=K), lambda rows: [f"{rows}x{K}xf32", f"{rows}x{K}xi32"]),
 }
-each = pytest.mark.parametrize("name", FUNCTIONS)
-
-
-# --- Public functions ---------------------------------------------------------------------------------
 
 
 # name: (a call of the function, the functions without a kernel for it)
@@ -58,19 +50,6 @@ def test_explain_agrees_with_the_lowered_text(name, case):
         launches = 1 + (case == "length")  # a single row has parts
         assert len(kernel_results(lowered(f, X))) == (0 if name in without else launches)
         assert kernel_results(lowered(f, X, platform="cpu")) == []
-
-
-def test_a_named_kernel_is_lowered_if_the_automatic_choice_is_xla():
-    def f(x, **kwargs):
-        return ps.softmax(x, 0, where=x > 0, **kwargs)
-
-    x = array(ROWS, 4096)
-    assert ps.explain(f, x)[0].cuda == "xla"
-    assert kernel_results(lowered(f, x)) == []
-    assert kernel_names(lowered(functools.partial(f, implementation="mosaic_gpu"), x)) == ["softmax_forward"]
-
-
-# --- Transformations ----------------------------------------------------------------------------------
 
 
 MESH = AbstractMesh((4,), ("rows",), axis_types=(AxisType.Auto,))
@@ -99,7 +78,7 @@ def test_a_transformation_has_one_kernel(name, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("f", [ps.softmax, values], ids=["softmax", "topk"])
+@pytest.mark.parametrize("f", [ps.softmax, lambda x: topk(x).values], ids=["softmax", "topk"])
 def test_kernels_of_gradients(f):
     """The forward kernel runs again after a checkpoint, and each device runs the kernels on its own rows."""
     gradient = jax.grad(square_sum(f))
@@ -124,9 +103,6 @@ def test_a_named_gradient_on_a_mesh(name):
     assert names and kernel_names(divided) == names
 
 
-# --- Export -------------------------------------------------------------------------------------------
-
-
 def exported(f, x, platforms=("cuda",)):
     return export.export(jax.jit(f), platforms=platforms)(x)
 
@@ -141,7 +117,7 @@ def test_export_and_its_gradient_can_be_serialised():
 
 
 @pytest.mark.parametrize("platforms", [("cuda",), ("cpu",)], ids=str)
-@each
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_export_with_a_symbolic_batch(name, platforms):
     """A grid needs a static size, so there is no kernel, and explain says so."""
     f, x = FUNCTIONS[name][0], array(*export.symbolic_shape("rows"), V)
@@ -161,8 +137,3 @@ def test_export_for_several_platforms(name, platforms):
     assert kernel_results(both.mlir_module()) == [results(ROWS)]
     x = cases.rows(["normal", "integers"] * (ROWS // 2), V)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), both.call(x), f(x))
-
-
-def test_a_named_kernel_is_not_exported_for_a_cpu():
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, but this computation is lowered for cpu"):
-        exported(lambda x: ps.softmax(x, implementation="mosaic_gpu"), X, ("cpu", "cuda"))

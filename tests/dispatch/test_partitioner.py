@@ -92,11 +92,9 @@ STATIC = dict.fromkeys(SWITCHES, (False, True)) | {
     "beta": (0, 0.5, 1),
 }
 SOFTMAX = {"axis": (-1, 1, (1, 2)), "implementation": (None, "mosaic_gpu")}
-NAMED = {"implementation": (None, "mosaic_gpu", "xla")}
 # name: values of static arguments in place of those above
-OTHERS_OF = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), SOFTMAX) | dict.fromkeys(
-    ("fused_topk", "top_k"), NAMED
-)
+OTHERS_OF = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), SOFTMAX)
+OTHERS_OF |= dict.fromkeys(("fused_topk", "top_k"), {"implementation": (None, "mosaic_gpu", "xla")})
 
 
 def arguments(name):
@@ -154,43 +152,25 @@ def test_values_have_texts_of_their_own():
     assert len({*texts}) == len(texts)
     for value, written in zip(VALUES, texts):
         read = text.loads(written.encode())
-        assert type(read) is type(value)
-        assert read == value
+        assert type(read) is type(value) and read == value
         assert text.dumps(read) == written
     assert math.isnan(text.loads(text.dumps(math.nan)))
     assert math.copysign(1, text.loads(text.dumps(-0.0))) == -1
-
-
-def test_operations_are_read_by_name():
-    for operation in OPERATIONS.values():
+    for operation in OPERATIONS.values():  # it is read by its name
         assert text.loads(text.dumps(operation)) is operation
 
 
 OTHERS = [
-    [1],
-    {"a": 1},
-    {1},
-    np.float32(1),
-    np.float64(1),
-    np.int32(1),
-    jnp.float32,
-    np.ones(2),
-    1j,
-    object(),
-    len,
-    (1, [2]),
-    lambda: 1,
-    jax.ShapeDtypeStruct((1,), "float32"),
-    AxisType.Auto,
-    dataclasses.replace(TOPK),
+    [1], {"a": 1}, {1}, np.float32(1), np.float64(1), np.int32(1), jnp.float32, np.ones(2), 1j, object(), len, (1, [2]),
+    lambda: 1, jax.ShapeDtypeStruct((1,), "float32"), AxisType.Auto, dataclasses.replace(TOPK),
     Head(softcap=np.float32(1)),  # pyright: ignore[reportArgumentType]
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("i", range(len(OTHERS)))
-def test_other_values_have_no_text(i):
-    with pytest.raises(TypeError, match="no text for a static argument"):
-        text.dumps(OTHERS[i])
+def test_other_values_have_no_text():
+    for value in OTHERS:
+        with pytest.raises(TypeError, match="no text for a static argument"):
+            text.dumps(value)
 
 
 @pytest.mark.parametrize("written", ['{"os:system":{"x":1}}', '{"pallas_softmax._src.target:capability":{}}'])
@@ -236,8 +216,6 @@ def test_other_sources_have_other_texts(tmp_path):
     assert len({*found}) == len(found)
     assert partitioner._versions()[1] in divided_calls(lowered(lambda x: ps.fused_topk(x, 4), X))[0][1]
 
-
-# --- More devices than there are ----------------------------------------------------------------------
 
 # name: a function, and its kernels for a shard
 KERNELS = {

@@ -35,9 +35,6 @@ def gradient(f):
     return jax.grad(square_sum(f))
 
 
-# --- Fusion -------------------------------------------------------------------------------------------
-
-
 STEPS = {
     "sinkhorn": lambda of, x: of["log_softmax"](of["log_softmax"](x, axis=-1), axis=-2),
     "gradients": lambda of, x: gradient(of["log_softmax"])(x),
@@ -94,9 +91,6 @@ def test_a_cpu_sorts_no_experts(groups):
         return ps.route(x, 4, score="sigmoid", bias=bias, groups=groups, top_groups=2 if groups > 1 else None)
 
     assert " sort(" not in jax.jit(gate).lower(array(16, 64), array(64)).compile().as_text()
-
-
-# --- Tools --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OURS)

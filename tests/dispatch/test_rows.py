@@ -82,9 +82,6 @@ def test_many_short_integers(name, dtype):
     assert_near(*(plainly(name, **{logits_of(name): jnp.asarray(x, d)}) for d in (dtype, F32)))
 
 
-# --- Axes -----------------------------------------------------------------------------------------------
-
-
 def moved(axis, arrays):
     """Moves the row's axis of the arrays that have it."""
     return {of: jnp.moveaxis(a, -1, axis) if of in (*calls.LOGITS, "where") else a for of, a in arrays.items()}

@@ -167,21 +167,17 @@ def test_gradient_of_what_slices_share(name):
     assert_near(got, want)
 
 
-# --- What one function has ------------------------------------------------------------------------------
-
 # name: a function of rows along the last axis, of any length
-ROWS = (
-    {name: f for name, f in WITH_KERNELS.items() if name != "route"}
-    | {
-        "sample": functools.partial(ps.sample, jax.random.PRNGKey(0), top_k=50, top_p=0.9),
-        "filter_logits": functools.partial(ps.filter_logits, top_k=5),
-        "labels": lambda x: ps.linear_log_probs(x[:, :2], X[:2], jnp.where(x > 0, 1, 2)),  # K is symbolic
-        "label_probs": lambda x: ps.linear_cross_entropy(
-            x[:, :2], X[:2], jnp.where(x > 0, 1, 2), label_probs=x, reduction=None
-        ),
-        "normalizer": ps.online.reduce,
-    }
-)
+ROWS = {
+    **{name: f for name, f in WITH_KERNELS.items() if name != "route"},
+    "sample": functools.partial(ps.sample, jax.random.PRNGKey(0), top_k=50, top_p=0.9),
+    "filter_logits": functools.partial(ps.filter_logits, top_k=5),
+    "labels": lambda x: ps.linear_log_probs(x[:, :2], X[:2], jnp.where(x > 0, 1, 2)),  # K is symbolic
+    "label_probs": lambda x: ps.linear_cross_entropy(
+        x[:, :2], X[:2], jnp.where(x > 0, 1, 2), label_probs=x, reduction=None
+    ),
+    "normalizer": ps.online.reduce,
+}
 
 
 def exported(f, shape):

@@ -57,23 +57,15 @@ PROJECTIONS = {
 FAST = ("softmax", "fused_topk")
 CASES = [(name, "float32", (128, 16384), "call") for name in (*FAST, *(name for name in ROWS if name not in FAST))]
 CASES += [("token_stats", "float32", (8, 16384), "call"), ("columns", "float32", (4096, 256), "gradient")]
+DTYPES = ("float32", "bfloat16", "float16", "int32")
+SHAPES = [(5, 64), (4096, 256), (8, 131072), (1, 2**20), (8, 50257)]
+COMBINATIONS = pairs(ROWS, DTYPES, SHAPES, ("call", "where", "gradient"))
+COMBINATIONS += pairs(ROUTERS, DTYPES, [(4096, 128), (5, 64), (16384, 256)], ("call", "gradient"))
 CASES += [
     (name, dtype, shape, way)
-    for name, dtype, shape, way in pairs(
-        ROWS,
-        ("float32", "bfloat16", "float16", "int32"),
-        [(5, 64), (4096, 256), (8, 131072), (1, 2**20), (8, 50257)],
-        ("call", "where", "gradient"),
-    )
+    for name, dtype, shape, way in COMBINATIONS
     if not (name == "long lists" and shape[1] < 200) and not (way == "gradient" and dtype == "int32")
     if not (name == "columns" and shape[0] == 1)
-]
-CASES += [
-    (name, dtype, shape, way)
-    for name, dtype, shape, way in pairs(
-        ROUTERS, ("float32", "bfloat16", "int32"), [(4096, 128), (5, 64), (16384, 256)], ("call", "gradient")
-    )
-    if not (way == "gradient" and dtype == "int32")
 ]
 
 

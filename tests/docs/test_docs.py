@@ -3,16 +3,14 @@
 import contextlib
 import io
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.children import output_of
+from tests.support.children import ROOT, output_of
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 RUNNABLE = [name for name in DOCUMENTS[1:] if "\n```python\n" in (ROOT / name).read_text()]
@@ -73,7 +71,7 @@ def test_python_blocks_give_the_stated_results(document, lowered_for_hopper):
 @pytest.mark.parametrize("program", blocks(RECIPES, "python"), ids=TITLES)  # a program for each title
 def test_a_recipe_runs_by_itself(program, tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    assert output_of(program, cwd=tmp_path, env=environment).splitlines() == stated(program)
+    assert output_of("-c", program, cwd=tmp_path, env=environment).splitlines() == stated(program)
 
 
 def test_the_readme_can_be_traced(lowered_for_hopper):
@@ -115,7 +113,7 @@ def test_commands_and_links_exist(document):
 @pytest.mark.slow
 def test_import_is_light():
     loaded = "\nimport sys\nprint(*sys.modules)"
-    ours, jaxs = (output_of(f"import {name}{loaded}").split() for name in ("pallas_softmax", "jax"))
+    ours, jaxs = (output_of("-c", f"import {name}{loaded}").split() for name in ("pallas_softmax", "jax"))
     assert set(HEAVY) & set(ours) <= set(jaxs)
     timed = "import time, jax; t = time.process_time(); import pallas_softmax; print(time.process_time() - t)"
-    assert min(float(output_of(timed)) for _ in range(3)) < 0.3
+    assert min(float(output_of("-c", timed)) for _ in range(3)) < 0.3

@@ -107,9 +107,6 @@ def test_a_failed_row_leaves_its_counts_and_its_neighbours():
     np.testing.assert_array_equal(token[~failed], good[~failed])
 
 
-# --- Beam search --------------------------------------------------------------------------------------
-
-
 class Table:
     """A language model and the rules of a search. The next token depends on the last token only."""
 
@@ -155,9 +152,6 @@ def test_beam_search(v, beams, ends, alpha):
             every = (text for n in range(table.length) for text in itertools.product(range(v), repeat=n + 1))
             best = max(table.score(prompt, text) for text in every if table.is_over(text))
             np.testing.assert_allclose(scores[prompt, 0], best, rtol=1e-5)
-
-
-# --- Speculative decoding -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

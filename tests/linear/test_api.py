@@ -14,27 +14,8 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.gradients import _scale
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens
-from tests.support import oracle
+from tests.support import linear, oracle
 from tests.support.covering import first, in_turn, pairs, slow
-from tests.support.linear import (
-    FEATURES,
-    arrays,
-    assert_argmax_of_zeros,
-    assert_log_probs,
-    assert_losses_and_gradients,
-    assert_stats,
-    assert_topk,
-    gradient_bound,
-    gradients_of,
-    jit,
-    logits,
-    losses_and_gradients,
-    of_size,
-    plain,
-    rounded_errors,
-    value_and_grads,
-    workspace,
-)
 from tests.support.oracle import wide
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,13 +25,13 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
 
 # --- Numbers: neither V nor n is a multiple of a chunk --------------------------------------------------
 
-WITHOUT_SMOOTHING = [name for name, options in FEATURES.items() if "label_smoothing" not in options]
+WITHOUT_SMOOTHING = [name for name, options in linear.FEATURES.items() if "label_smoothing" not in options]
 NUMBERS = [  # the last one: labels per token with label_probs, None for one label
     ("bfloat16", "all", "mean", 4, True, None),
     ("float32", "softcap", None, 1, True, 5),
     ("float32", "bias", "mean", 40, True, None),
     ("bfloat16", "z_loss", None, 40, True, 5),
-    *pairs(DTYPES, FEATURES, ("mean", None, "sum"), (1, 40), (False, True), (None,)),
+    *pairs(DTYPES, linear.FEATURES, ("mean", None, "sum"), (1, 40), (False, True), (None,)),
     *pairs(DTYPES, WITHOUT_SMOOTHING, ("mean", "sum", None), (1, 40), (True,), (5,)),
 ]
 
@@ -58,13 +39,13 @@ NUMBERS = [  # the last one: labels per token with label_probs, None for one lab
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("dtype", "features", "reduction", "peak", "weighted", "k"), first(2, NUMBERS))
 def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
-    assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k)
+    linear.assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k)
 
 
 CHECKS = [
-    (assert_log_probs, "float32", "softcap", 1),
-    (assert_stats, "bfloat16", "softcap", 1),
-    *pairs((assert_log_probs, assert_stats), DTYPES, HEADS, (40, 1)),
+    (linear.assert_log_probs, "float32", "softcap", 1),
+    (linear.assert_stats, "bfloat16", "softcap", 1),
+    *pairs((linear.assert_log_probs, linear.assert_stats), DTYPES, HEADS, (40, 1)),
 ]
 
 
@@ -80,45 +61,34 @@ def test_log_probs_and_token_stats(check, dtype, features, peak):
     first(1, [("bfloat16", "softcap", 5, True), *pairs(DTYPES, HEADS, (1, 5, 40), (False, True))]),
 )
 def test_topk(dtype, features, k, log):
-    assert_topk(dtype, features, k, log=log)
+    linear.assert_topk(dtype, features, k, log=log)
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_logsumexp_and_log_probs():
+def test_logsumexp():
     """Tokens may have any number of dimensions."""
-    x, w, labels, bias = arrays(30, 16, 517, "float32", bias=True)
+    x, w, _, bias = linear.arrays(30, 16, 517, "float32", bias=True)
     g = np.random.default_rng(1).standard_normal(30).astype("float32")
     head = {"softcap": 4.0, "temperature": 0.7}
 
-    def ours(x, w, bias):
-        options = {"bias": bias, "workspace_bytes": workspace(517, 7), **head}
-        x = x.reshape(5, 6, 16)
-        lse = ps.linear_logsumexp(x, w, **options)
-        log_p = ps.linear_log_probs(x, w, labels.reshape(5, 6), **options)
-        return jnp.vdot(g, lse) + jnp.vdot(g**2, log_p), (lse, log_p)
+    @linear.jit
+    def run(x, w, bias):
+        f = functools.partial(ps.linear_logsumexp, workspace_bytes=linear.workspace(517, 7), **head)
+        values, pullback = jax.vjp(lambda x, w, bias: f(x.reshape(5, 6, 16), w, bias=bias), x, w, bias)
+        return values, pullback(g.reshape(5, 6))
 
-    (_, values), gradients = jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(x, w, bias)
-    losses, _, *of_losses = losses_and_gradients(x, w, labels, -(g**2), bias=bias, **head)
-    z, slope = logits(x, w, bias=bias, **head)
-    of_lse = gradients_of(g[:, None] * oracle.softmax(z) * slope, x, w, False)
-    for got, want in zip(values, (oracle.logsumexp(z, -1), -losses)):
-        close(got, want.reshape(5, 6))
-    for got, *want in zip(gradients, of_lse, of_losses):
-        assert rounded_errors(got, sum(want)) <= 1e-5
+    values, gradients = run(x, w, bias)
+    z, slope = linear.logits(x, w, bias=bias, **head)
+    close(values, oracle.logsumexp(z, -1).reshape(5, 6))
+    for got, want in zip(gradients, linear.gradients_of(g[:, None] * oracle.softmax(z) * slope, x, w, False)):
+        assert linear.rounded_errors(got, want) <= 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "n"), in_turn([1, 2, 127, 128, 129, 1000, 50257], [1, 130, 7]))
 def test_shapes(vocab, n):
-    x, w, labels, _ = arrays(n, 8, vocab, "bfloat16")
-    losses, size, *want = losses_and_gradients(x, w, labels, np.full(n, 1 / n))
-    f = functools.partial(ps.linear_cross_entropy, workspace_bytes=workspace(vocab, 3))
-    total, grads = value_and_grads(lambda x, w: f(x, w, labels), x, w)
-    assert abs(float(total) - losses.mean()) <= 4 * np.spacing(np.float32(size.max() + losses.max()))
-    for got, of in zip(grads, want):
-        # dz and the result are rounded to 8 bits once each; at V = 1 the gradient is 0
-        assert np.linalg.norm(wide(got) - of) <= 2**-8 * np.linalg.norm(of) + 1e-7
-    assert_stats("bfloat16", "", 1, n=n, depth=8, vocab=vocab, warm=False)
+    linear.assert_losses_and_gradients("bfloat16", "", "mean", 1, n=n, depth=8, vocab=vocab, rows=3)
+    linear.assert_stats("bfloat16", "", 1, n=n, depth=8, vocab=vocab, warm=False)
 
 
 @pytest.mark.slow
@@ -126,11 +96,11 @@ def test_shapes(vocab, n):
     ("dtype", "bias_dtype"), [("float64", "float64"), ("float64", "float32"), ("float32", "float64")]
 )
 def test_x64(dtype, bias_dtype, x64):
-    x, w, labels, bias = arrays(20, 8, 300, dtype, bias=True)
+    x, w, labels, bias = linear.arrays(20, 8, 300, dtype, bias=True)
     bias = bias.astype(bias_dtype)
-    losses, _, *want = losses_and_gradients(x, w, labels, np.full(20, 1 / 20), bias=bias)
+    losses, _, *want = linear.losses_and_gradients(x, w, labels, np.full(20, 1 / 20), bias=bias)
     with jax.numpy_dtype_promotion("strict"):
-        total, grads = value_and_grads(
+        total, grads = linear.value_and_grads(
             lambda x, w, b: ps.linear_cross_entropy(x, w, labels.astype("int64"), bias=b), x, w, bias
         )
     assert total.dtype == dtype
@@ -174,9 +144,9 @@ def test_sample_equals_categorical(batch, keys, generator, options):
     w = rng.integers(-2, 3, (8, 50)).astype("float32") / 2
     key = jax.random.key(3, impl=generator)
     key = key if keys == "one" else jax.random.split(key, batch)
-    of_head = {"softcap": options["softcap"]} if "softcap" in options else {}
+    softcap, t = options.get("softcap"), options.get("temperature", 1.0)
     filters = {name: value for name, value in options.items() if name not in ("softcap", "mode")}
-    z = 2 * jnp.tanh(x @ w / 2) if of_head else x @ w
+    z = 2 * jnp.tanh(x @ w / 2) if softcap else x @ w
     z = jax.lax.optimization_barrier(z)
     draw = functools.partial(jax.random.categorical, mode=options.get("mode"))
     for _ in key.shape:
@@ -186,14 +156,13 @@ def test_sample_equals_categorical(batch, keys, generator, options):
         got = ps.linear_sample(key, x, w, workspace_bytes=bytes_, **options)
         np.testing.assert_array_equal(got.indices, want)
         np.testing.assert_allclose(got.log_mass, other.log_mass, atol=1e-5)
-        t = {"temperature": filters["temperature"]} if "temperature" in filters else {}
-        log_probs = ps.linear_log_probs(x, w, got.indices, **of_head, **t)
+        log_probs = ps.linear_log_probs(x, w, got.indices, softcap=softcap, temperature=t)
         np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_sample_at_edges():
-    """Rows without a draw, temperatures that `linear_log_probs` does not take, a masked column, and vmap."""
+    """Rows without a draw, temperatures that `linear_log_probs` does not take, and a masked column."""
     w, bias = jnp.eye(4), jnp.array([0, 0, -jnp.inf, 0])
     x = jnp.array([[1.0, 2, 9, 0], [jnp.nan] * 4, [jnp.inf, 0, 0, 0], [0, 0, 0, 0], [3, 1e-3, 0, 0]])
     key = jax.random.key(0)
@@ -213,17 +182,11 @@ def test_sample_at_edges():
     assert np.isnan(out_of_range.log_probs[3:]).all()
     only_masked = ps.linear_sample(key, x[:1], w, bias=jnp.full(4, -jnp.inf))
     assert only_masked.indices[0] == -1 and np.isnan(only_masked.log_mass[0])
-    keys, xs = jax.random.split(key, 3), jnp.stack([x] * 3)
-    got = jax.vmap(lambda key, x: ps.linear_sample(key, x, w, top_k=2))(keys, xs)
-    np.testing.assert_array_equal(got.indices, [ps.sample(k, x, top_k=2).indices for k in keys])
-    ws = jnp.stack([w, 2 * w, w[::-1]])
-    got = jax.vmap(ps.linear_sample, (0, None, 0))(keys, x, ws)
-    np.testing.assert_array_equal(got.indices, [ps.linear_sample(k, x, w).indices for k, w in zip(keys, ws)])
 
 
 @pytest.mark.slow
 def test_draws_and_winners_in_float64(x64):
-    x, w, _, _ = arrays(20, 8, 100, "float64")
+    x, w, _, _ = linear.arrays(20, 8, 100, "float64")
     z, key = np.asarray(x) @ np.asarray(w), jax.random.key(0)
     drawn, winners = ps.linear_sample(key, x, w, top_p=0.9), ps.linear_topk(x, w, 5)
     of_oracle, best = oracle.fused_topk(z, 5)
@@ -235,7 +198,7 @@ def test_draws_and_winners_in_float64(x64):
 
 
 def test_argmax_of_zeros():
-    assert_argmax_of_zeros("xla")
+    linear.assert_argmax_of_zeros("xla")
 
 
 @pytest.mark.slow
@@ -245,22 +208,19 @@ def test_the_forward_may_round_float32_logits_differently():
     With the forward's m and d, the backward of peaked rows would have ten times the error of plain JAX.
     """
     n, depth, vocab = 101, 1000, 1003
-    x, w, labels, _ = arrays(n, depth, vocab, "float32", peak=40)
+    x, w, labels, _ = linear.arrays(n, depth, vocab, "float32", peak=40)
     weights = np.random.default_rng(1).standard_normal(n).astype("float32")
-    static = {"head": Head(precision="highest"), "workspace_bytes": workspace(vocab)}
+    static = {"head": Head(precision="highest"), "workspace_bytes": linear.workspace(vocab)}
     forward, gradient = (
         jax.jit(functools.partial(xla_projection.OPERATIONS[name], **static))
         for name in ("projection", "projection_grad")
     )
     order, tokens = np.random.default_rng(2).permutation(depth), Tokens(labels)
     _, dx, *_ = gradient(x, w, Columns(), tokens, weights, forward(x[:, order], w[order], Columns(), tokens))
-    theirs = jax.jit(jax.grad(lambda x: jnp.sum(weights * plain(x, w, labels))))(x)
-    _, size, want, *_ = losses_and_gradients(x, w, labels, weights)
-    of_plain = rounded_errors(theirs, want)
-    assert rounded_errors(dx, want) <= gradient_bound("x", "float32", of_plain, size.max())
-
-
-# --- Numbers of a float16 gradient ----------------------------------------------------------------------
+    theirs = jax.jit(jax.grad(lambda x: jnp.sum(weights * linear.plain(x, w, labels))))(x)
+    _, size, want, *_ = linear.losses_and_gradients(x, w, labels, weights)
+    of_plain = linear.rounded_errors(theirs, want)
+    assert linear.rounded_errors(dx, want) <= linear.gradient_bound("x", "float32", of_plain, size.max())
 
 
 @pytest.mark.slow
@@ -282,14 +242,14 @@ def test_float16_gradient_of_a_large_z_loss(reduction):
     """The factor 1 + 2 z_loss logsumexp is 65 here."""
     x, w = jnp.array([[4, 0]], "float16"), jnp.array([[10, 0], [0, 0]], "float16")
     loss = functools.partial(ps.linear_cross_entropy, labels=L[:1], z_loss=0.8, reduction=reduction)
-    dx = jit(jax.grad(lambda x: loss(x, w).sum()))(x)
+    dx = linear.jit(jax.grad(lambda x: loss(x, w).sum()))(x)
     np.testing.assert_array_equal(dx, [[640, 0]])
 
 
 @pytest.mark.usefixtures("quick_compilation")
 def test_float16_gradient_of_a_tiny_cotangent():
     w = jnp.ones((4, 5), "float16")
-    gradient = jit(lambda x, g: jax.vjp(lambda x: ps.linear_logsumexp(x, w), x)[1](g)[0])
+    gradient = linear.jit(lambda x, g: jax.vjp(lambda x: ps.linear_logsumexp(x, w), x)[1](g)[0])
     np.testing.assert_array_equal(gradient(jnp.ones((3, 4), "float16"), jnp.full(3, 1e-35)), 0)
 
 
@@ -310,9 +270,9 @@ def test_exact_scales_are_powers_of_two():
 )
 def test_labels_of_small_dtypes(vocab, dtype):
     """Labels are right even if their dtype cannot hold V."""
-    x, w, _, _ = arrays(3, 8, vocab, "float32")
+    x, w, _, _ = linear.arrays(3, 8, vocab, "float32")
     labels = np.asarray([3, 100, np.iinfo(dtype).max], dtype)
-    both = jit(lambda *labels: [ps.linear_log_probs(x, w, of) for of in labels])
+    both = linear.jit(lambda *labels: [ps.linear_log_probs(x, w, of) for of in labels])
     close(*both(labels, labels.astype("int32")))
 
 
@@ -320,12 +280,12 @@ def test_labels_of_small_dtypes(vocab, dtype):
 @pytest.mark.usefixtures("quick_compilation")
 def test_several_labels_out_of_range():
     """A bad label is NaN in its own place, and has no effect if its cotangent is 0."""
-    x, w, good, _ = arrays(6, 8, 100, "float32")
+    x, w, good, _ = linear.arrays(6, 8, 100, "float32")
     labels = np.stack([good, good + 100, -1 - good, good], 1)
 
-    @jit
+    @linear.jit
     def run(labels, g):
-        f = functools.partial(ps.linear_log_probs, labels=labels, workspace_bytes=workspace(100, 3))
+        f = functools.partial(ps.linear_log_probs, labels=labels, workspace_bytes=linear.workspace(100, 3))
         values, pullback = jax.vjp(f, x, w)
         return values, pullback(g)
 
@@ -342,7 +302,7 @@ def test_several_labels_out_of_range():
 @pytest.mark.usefixtures("quick_compilation")
 def test_no_label_and_one_label():
     """One label of K labels is a label; with label_probs, its probability is 1."""
-    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    x, w, labels, _ = linear.arrays(12, 8, 100, "float32")
     x, labels = x.reshape(3, 4, 8), labels.reshape(3, 4)
     one, none = labels[..., None], labels[..., None][..., :0]
 
@@ -352,12 +312,12 @@ def test_no_label_and_one_label():
     def soft(x, w, labels=one):
         return -ps.linear_cross_entropy(x, w, labels, label_probs=1.0 * (labels == labels))
 
-    want = value_and_grads(lambda x, w: ps.linear_log_probs(x, w, labels).mean(), x, w)
+    want = linear.value_and_grads(lambda x, w: ps.linear_log_probs(x, w, labels).mean(), x, w)
     for f in (several, soft):
-        jax.tree.map(close, value_and_grads(f, x, w), want)
+        jax.tree.map(close, linear.value_and_grads(f, x, w), want)
     assert ps.linear_log_probs(x, w, none).shape == (3, 4, 0)
-    gradients = value_and_grads(lambda x, w: ps.linear_log_probs(x, w, none).sum(), x, w)
-    for a in jax.tree.leaves((gradients, value_and_grads(functools.partial(soft, labels=none), x, w))):
+    gradients = linear.value_and_grads(lambda x, w: ps.linear_log_probs(x, w, none).sum(), x, w)
+    for a in jax.tree.leaves((gradients, linear.value_and_grads(functools.partial(soft, labels=none), x, w))):
         np.testing.assert_array_equal(a, 0)
 
 
@@ -366,7 +326,7 @@ def test_infinite_logit():
     """Log-probs are NaN, as in jax.nn.log_softmax. The loss is infinite, except at the infinite logit."""
     x, w, labels = jnp.ones((2, 1)), jnp.array([[jnp.inf, 0.0, 1.0]]), jnp.array([0, 1])
 
-    @jit
+    @linear.jit
     def results(x, w):
         several = ps.linear_log_probs(x, w, jnp.array([[0, 1], [2, 1]]))
         loss = ps.linear_cross_entropy(x, w, labels, reduction=None)
@@ -380,7 +340,7 @@ def test_infinite_logit():
 @pytest.mark.slow
 @pytest.mark.parametrize("of_bias", [np.nan, np.inf, -np.inf])
 def test_token_stats_of_logits_that_are_not_finite(of_bias):
-    x, w, labels, _ = arrays(12, 8, 100, "float32")
+    x, w, labels, _ = linear.arrays(12, 8, 100, "float32")
     bias = np.zeros(100, "float32")
     bias[70:] = of_bias
     got = ps.linear_token_stats(x.at[3].set(jnp.nan), w, labels % 70, bias=bias)
@@ -396,7 +356,7 @@ def test_token_stats_of_logits_that_are_not_finite(of_bias):
 @pytest.mark.slow
 def test_columns_that_the_bias_masks():
     """A bias of -inf masks a column, for example padding of w."""
-    x, w, labels, _ = arrays(12, 8, 100, "bfloat16")
+    x, w, labels, _ = linear.arrays(12, 8, 100, "bfloat16")
     f = jax.value_and_grad(ps.linear_cross_entropy, (0, 1))
     loss, (dx, dw) = f(x, w[:, :90], labels % 90)
     mask = jnp.where(jnp.arange(100) < 90, 0, -jnp.inf)
@@ -411,23 +371,18 @@ def test_columns_that_the_bias_masks():
 @pytest.mark.parametrize(
     ("n", "name", "values"),
     [
-        (6, "where", [False] * 6),
-        (0, "where", []),
-        (6, "token_weights", [1.0, -1, 2, -2, 3, -3]),
-        (6, "token_weights", [0.0] * 6),
+        (6, "where", np.zeros(6, bool)),
+        (0, "where", np.zeros(0, bool)),
+        (6, "token_weights", np.float32([1, -1, 2, -2, 3, -3])),
+        (6, "token_weights", np.zeros(6, "float32")),
     ],
 )
 def test_a_mean_without_weight_is_0(n, name, values):
-    x, w, labels, _ = arrays(6, 8, 100, "float32")
-    held = {"x": x[:n], "w": w}
-    options = {name: jnp.array(values, "float32" if name == "token_weights" else bool)}
-    if name == "token_weights":
-        held |= options
+    x, w, labels, _ = linear.arrays(6, 8, 100, "float32")
+    f = lambda x, w, given: ps.linear_cross_entropy(x, w, labels[:n], **{name: given})  # noqa: E731
     with jax.debug_nans(True):
-        loss, gradients = jax.value_and_grad(lambda held: ps.linear_cross_entropy(labels=labels[:n], **options | held))(
-            held
-        )
-    assert loss == 0 and not any(map(jnp.any, gradients.values()))
+        loss, gradients = jax.value_and_grad(f, (0, 1) if name == "where" else (0, 1, 2))(x[:n], w, values)
+    assert loss == 0 and not any(map(jnp.any, gradients))
 
 
 @pytest.mark.slow
@@ -446,7 +401,7 @@ def test_a_mean_without_weight_is_0(n, name, values):
 )
 def test_a_mean_with_extreme_weights(token_weights):
     """The sum of the weights overflows or is subnormal. The mean is right, and so are its gradients."""
-    x, w, labels, _ = arrays(6, 8, 100, "float32")
+    x, w, labels, _ = linear.arrays(6, 8, 100, "float32")
     token_weights = np.array(token_weights, "float32")
 
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
@@ -455,7 +410,7 @@ def test_a_mean_with_extreme_weights(token_weights):
 
     total = wide(token_weights).sum()
     shares = wide(token_weights) / (total or 1)
-    losses, *_ = losses_and_gradients(x, w, labels, shares)
+    losses, *_ = linear.losses_and_gradients(x, w, labels, shares)
     value, (*gradients, of_weights) = mean(x, w, token_weights)
     np.testing.assert_allclose(value, (losses * shares).sum() if total else 0, rtol=1e-5)
     _, (*want, _) = mean(x, w, shares.astype("float32") if total else np.zeros(6, "float32"))
@@ -476,7 +431,7 @@ def test_export_of_any_depth():
     x, labels = jax.ShapeDtypeStruct((n, d), "float32"), jax.ShapeDtypeStruct((n,), "int32")
     loss = functools.partial(ps.linear_cross_entropy, workspace_bytes=1)
     exported = jax.export.export(jax.jit(jax.grad(loss, (0, 1))))(x, jax.ShapeDtypeStruct((d, 100), "float32"), labels)
-    x_at, w_at, labels_at, _ = arrays(24, 8, 100, "float32")
+    x_at, w_at, labels_at, _ = linear.arrays(24, 8, 100, "float32")
     got, want = exported.call(x_at, w_at, labels_at), jax.grad(loss, (0, 1))(x_at, w_at, labels_at)
     jax.tree.map(close, got, want)
     with pytest.raises(NotImplementedError, match="V=v is symbolic"):
@@ -501,8 +456,11 @@ def test_winners_and_draws_have_no_gradient(transform):
 
 
 def test_explain_and_named_implementations():
-    shapes = of_size(16, 8, 100)
-    for f, *others in ([ps.linear_cross_entropy, shapes[2]], [ps.linear_kl_divergence, *of_size(16, 24, 100)[:2]]):
+    shapes = linear.of_size(16, 8, 100)
+    for f, *others in (
+        [ps.linear_cross_entropy, shapes[2]],
+        [ps.linear_kl_divergence, *linear.of_size(16, 24, 100)[:2]],
+    ):
         forward, gradient = ps.explain(f, *shapes[:2], *others, implementation="xla")
         assert str(forward).startswith(f"{f.__name__} bfloat16[16, 8] @ [8, 100]: xla")
         assert (forward.call.op, gradient.call.op) == ("projection", "projection_grad")

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 
 import pallas_softmax as ps
+from tests.support import linear
 from tests.support.covering import pairs
 from tests.support.gpu import much_memory
-from tests.support.linear import (
-    FEATURES,
-    MEMORY,
-    assert_left_out_tokens_do_not_matter,
-    assert_log_probs,
-    assert_losses_and_gradients,
-    assert_stats,
-    assert_topk,
-    of_size,
-    workspace,
-)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 
@@ -30,7 +20,7 @@ SIZES = {"n": 301, "depth": 200, "vocab": 5003, "rows": 128}  # n, D and V are n
 @pytest.mark.parametrize(
     ("dtype", "features", "reduction", "peak", "weighted", "k"),
     [
-        *pairs(DTYPES, FEATURES, ["mean", None, "sum"], [1, 40], [False, True], [None]),
+        *pairs(DTYPES, linear.FEATURES, ["mean", None, "sum"], [1, 40], [False, True], [None]),
         # these failed while the gradient used the forward's m and d
         *(("float32", features, None, 40, False, None) for features in ("bias", "smoothing")),
         ("bfloat16", "", "mean", 4, True, 64),
@@ -42,34 +32,34 @@ SIZES = {"n": 301, "depth": 200, "vocab": 5003, "rows": 128}  # n, D and V are n
 )
 def test_losses_and_gradients(dtype, features, reduction, peak, weighted, k):
     """float32 does not use TF32."""
-    assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k, **SIZES)
+    linear.assert_losses_and_gradients(dtype, features, reduction, peak, weighted=weighted, k=k, **SIZES)
 
 
 @pytest.mark.parametrize(("dtype", "features", "peak"), pairs(DTYPES, ["", "bias", "softcap", "transposed"], [1, 40]))
 def test_log_probs_and_token_stats(dtype, features, peak):
-    assert_log_probs(dtype, features, peak, k=64, **SIZES)
-    sizes = {"n": 301, "depth": 200, "vocab": 5003, "workspace_bytes": workspace(5003, 128)}
-    assert_stats(dtype, features, peak, **sizes)
+    linear.assert_log_probs(dtype, features, peak, k=64, **SIZES)
+    workspace = linear.workspace(5003, 128)
+    linear.assert_stats(dtype, features, peak, n=301, depth=200, vocab=5003, workspace_bytes=workspace)
 
 
 @pytest.mark.parametrize(
     ("dtype", "features", "k"), [("bfloat16", "softcap", 5), ("float16", "bias", 64), ("float32", "transposed", 1)]
 )
 def test_topk(dtype, features, k):
-    assert_topk(dtype, features, k, n=301, depth=200, vocab=50257, rows=128)
+    linear.assert_topk(dtype, features, k, n=301, depth=200, vocab=50257, rows=128)
 
 
 @pytest.mark.parametrize(("dtype", "share", "loss"), pairs(DTYPES, [0.2, 0.5, 0.7, 1.0], ["mean", "loss"]))
 def test_many_left_out_tokens(dtype, share, loss):
-    assert_left_out_tokens_do_not_matter([loss, "several"], dtype, share, n=1301, depth=200, vocab=5003)
+    linear.assert_left_out_tokens_do_not_matter([loss, "several"], dtype, share, n=1301, depth=200, vocab=5003)
 
 
 @much_memory
 @pytest.mark.parametrize("n", [8192, 65536])
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", linear.MEMORY)
 def test_memory_in_addition_to_dw(name, n):
-    f, _, sums = MEMORY[name]
-    memory = jax.jit(f).lower(*of_size(n)).compile().memory_analysis()
+    f, _, sums = linear.MEMORY[name]
+    memory = jax.jit(f).lower(*linear.of_size(n)).compile().memory_analysis()
     assert memory.temp_size_in_bytes - sums * 4 * 4096 * 128256 <= 0.6 * 2**30
 
 

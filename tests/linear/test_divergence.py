@@ -45,9 +45,6 @@ def losses(x, w, teacher_x, teacher_w, bias=None, teacher_bias=None, **keywords)
     return f(x, w, teacher_x, teacher_w)
 
 
-# --- Logits that are not finite, and other special numbers ---------------------------------------------
-
-
 def infinite(columns, value=-np.inf):
     bias = np.zeros(100, "float32")
     bias[columns] = value
@@ -145,9 +142,6 @@ def test_float64(x64):
     for beta, end in ((1e-8, 0), (1 - 1e-8, 1)):
         near = losses(*arrays, beta=beta) / min(beta, 1 - beta)
         np.testing.assert_allclose(near, losses(*arrays, beta=end), rtol=1e-4)
-
-
-# --- Gradients that do not exist ------------------------------------------------------------------------
 
 
 def test_gradients_in_other_arguments():

@@ -115,8 +115,7 @@ def test_interpreted_labels_of_other_shards():
 )
 def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspace):
     run = functools.partial(linear.operation_stats, mosaic_gpu.OPERATIONS)
-    sizes = {"n": n, "depth": depth, "vocab": vocab, "workspace_bytes": workspace}
-    linear.assert_stats(dtype, features, peak, run=run, **sizes)
+    linear.assert_stats(dtype, features, peak, n=n, depth=depth, vocab=vocab, workspace_bytes=workspace, run=run)
 
 
 @pytest.mark.slow

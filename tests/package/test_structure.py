@@ -15,7 +15,6 @@ from pallas_softmax._src.dispatch.operation import OPERATIONS, RowOperation
 from tests.support.calls import WITH_KERNELS
 
 ROOT = Path(pallas_softmax.__file__).parent
-PACKAGE = pallas_softmax.__name__
 
 # The layers from the top down. A module imports from its own layer and from lower layers. A folder stands for all of
 # its files that are not listed themselves.
@@ -73,7 +72,7 @@ def imports(module):
 
 def layer(module):
     """Returns the number of the layer that names the longest prefix of the module."""
-    name = module.removeprefix(PACKAGE).removeprefix(".")
+    name = module.removeprefix(pallas_softmax.__name__).removeprefix(".")
     if FILES[module].stem == "__init__":
         name = f"{name}.__init__".removeprefix(".")
     of = {prefix: i for i, prefixes in enumerate(LAYERS) for prefix in prefixes}
@@ -123,8 +122,6 @@ def test_operations_are_complete(operation):
         assert operation.differentiable and {*operation.differentiable} <= results
         assert {*jax.tree.leaves(operation.saved)} <= arguments | results
 
-
-# --- The way from a public function to its kernel --------------------------------------------------------
 
 MOST_FRAMES = 14
 

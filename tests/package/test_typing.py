@@ -6,15 +6,14 @@ import os
 import subprocess
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 
 import pallas_softmax as ps
 from pallas_softmax import online, paper
 from tests.programs import typing_checks
+from tests.support.children import ROOT
 
-ROOT = Path(ps.__file__).parent.parent
 PUBLIC = (online, paper)  # also the names of these modules without an underscore are public
 
 pytestmark = pytest.mark.slow
@@ -24,7 +23,7 @@ def pyright(*args: str) -> dict:
     """Returns pyright's report on this checkout with this Python."""
     pytest.importorskip("pyright")
     # pyright uses the first Python on PATH
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pyright", "--outputjson", *args]
     return json.loads(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout)

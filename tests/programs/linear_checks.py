@@ -1,4 +1,4 @@
-"""Checks of the projection over 8, 4 or 2 devices, which sharded_checks.py adds to its own."""
+"""Checks of the projection over 8, 4 or 2 devices; sharded_checks.py has others, and runs both."""
 
 import contextlib
 import functools
@@ -36,9 +36,15 @@ LAYOUTS = {
 HOW = ("auto", "explicit", "shard_map")
 
 
-def register(check, *names):
-    name = "-".join(["linear", check.__name__, *map(str, names)])
-    CHECKS[name] = functools.partial(check, *names)
+def register(*combinations):
+    """Adds a check to CHECKS for combinations of its parameters."""
+
+    def add(check):
+        for parameters in combinations:
+            CHECKS["-".join([check.__name__, *map(str, parameters)])] = functools.partial(check, *parameters)
+        return check
+
+    return add
 
 
 def mesh_of(how, sizes=None):
@@ -140,7 +146,8 @@ def sent(layout, reduction, devices):
     return reduced, gathered
 
 
-def loss(how, layout, reduction):
+@register(*itertools.product(HOW, LAYOUTS, ("mean", None)))
+def linear_loss(how, layout, reduction):
     """Loss and gradients agree with one device, and the collectives have exactly the necessary bytes."""
     arrays = arrays_of()
 
@@ -165,11 +172,8 @@ def loss(how, layout, reduction):
     assert not by_kind, found
 
 
-for parameters in itertools.product(HOW, LAYOUTS, ("mean", None)):
-    register(loss, *parameters)
-
-
-def not_finite(how, layout):
+@register(*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns"))
+def linear_not_finite(how, layout):
     """The gradients of a mean that is not finite are 0 on all devices, whichever device has the bad number."""
     arrays = arrays_of()
     nan, inf, label = (np.array(arrays[name]) for name in ("x", "bias", "labels"))
@@ -185,11 +189,7 @@ def not_finite(how, layout):
         assert not any(np.any(np.asarray(g)) for g in gradients.values())
 
 
-for how, layout in (*itertools.product(("auto", "explicit"), LAYOUTS), ("shard_map", "columns")):
-    register(not_finite, how, layout)
-
-
-def left_out(how, layout):
+def linear_left_out(how, layout):
     """With many tokens left out, loss and gradients agree with one device. Devices keep different numbers of tokens."""
     n = 1024 * mesh_of(how).shape["data"]
     arrays = arrays_of(n)
@@ -209,7 +209,7 @@ def left_out(how, layout):
     assert_near((value, gradients | {"x": dx[where]}), on_one_device(total, kept))
 
 
-def statistics(how, layout):
+def linear_statistics(how, layout):
     """linear_token_stats, linear_topk and linear_sample agree with one device.
 
     A row takes one collective, and a draw without filters two. With filters, devices exchange these few logits.
@@ -218,20 +218,21 @@ def statistics(how, layout):
     several_devices = layout in ("columns", "both") or (layout == "fsdp" and mesh.shape["data"] > 1)
     head = {"softcap": 20.0, "temperature": 0.7}
 
+    def without_labels(arrays):
+        return {name: arrays[name] for name in ("x", "w", "bias")}
+
     def stats(arrays, axis_name=None):
         return ps.linear_token_stats(**arrays, **head, axis_name=axis_name)
 
     def winners(arrays, axis_name=None, k=300, **options):
-        held = {name: arrays[name] for name in ("x", "w", "bias")}
-        return ps.linear_topk(**held, k=k, axis_name=axis_name, **(options or head))
+        return ps.linear_topk(**without_labels(arrays), k=k, axis_name=axis_name, **(options or head))
 
     def draws(arrays, axis_name=None, **options):
-        held = {name: arrays[name] for name in ("x", "w", "bias")}
         t = np.linspace(0, 2, N) if how != "shard_map" else 0.7
         key = jax.random.key(0)
         if how == "shard_map" and layout in ("tokens", "both", "fsdp"):  # each device has its own noise
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        return ps.linear_sample(key, **held, temperature=t, axis_name=axis_name, **options)
+        return ps.linear_sample(key, **without_labels(arrays), temperature=t, axis_name=axis_name, **options)
 
     in_chunks = functools.partial(winners, k=3, log=True, workspace_bytes=4 * ROWS * V)
     sharding = NamedSharding(mesh, LAYOUTS[layout][-1])
@@ -250,7 +251,8 @@ def statistics(how, layout):
             jax.tree.map(close, got, on_one_device(f, arrays, held=()))
 
 
-def draws_of_padded_columns(operation):
+@register((SAMPLE,), (CUTOFF,))
+def linear_draws_of_padded_columns(operation):
     """Columns that pad a device's shard to whole atoms do not count, as in the arrays that kernels get."""
     mesh = mesh_of("auto")
     own, devices = 60, mesh.shape["model"]
@@ -284,7 +286,7 @@ def assert_a_draw(arrays, drawn):
     assert (drawn.log_probs <= drawn.log_mass).all() and (drawn.log_mass < 1e-6).all()
 
 
-def divergence(how, layout):
+def linear_divergence(how, layout):
     """With a teacher that is sharded alike, no w is gathered, and a sum that is not finite has gradients of 0."""
     x, w, *_ = linear.arrays(N, D, V, "float32")
     teacher_x, teacher_w, *_ = linear.arrays(N, 2 * D, V, "float32", seed=1)
@@ -300,8 +302,8 @@ def divergence(how, layout):
         assert sum(c.bytes for c in found if c.kind == "all-gather") <= 64 * 4 * N < 4 * D * V, found
 
 
-for check, *parameters in covering.pairs((divergence, statistics, left_out), HOW, LAYOUTS):
-    register(check, *parameters)
+for check, *parameters in covering.pairs((linear_divergence, linear_statistics, linear_left_out), HOW, LAYOUTS):
+    register(parameters)(check)
 
 
 # --- The bytes that a training step must send -----------------------------------------------------------
@@ -342,7 +344,8 @@ def least_bytes(layout):
     return total + (2 * over_columns * 12 * b * s // tokens if columns > 1 else 0)
 
 
-def few_bytes(layout, how):
+@register(*itertools.product(STEPS, HOW[:2]))
+def linear_few_bytes(layout, how):
     """Sums of dw and dx are as small as they can be, and nothing is gathered twice."""
     if jax.device_count() < 8:
         return
@@ -356,7 +359,8 @@ def few_bytes(layout, how):
     assert sum(c.received for c in found) <= 1.1 * least_bytes(layout)
 
 
-def one_rounding(layout):
+@register(("tokens",), ("hybrid fsdp",), ("columns",), ("tokens and columns on one axis",))
+def linear_one_rounding(layout):
     """Gradients in bfloat16 are the same on 8 devices and on one: float32 sums, rounded once."""
     if jax.device_count() < 8:
         return
@@ -370,7 +374,8 @@ def one_rounding(layout):
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
 
 
-def own_slices(how):
+@register(("auto",), ("explicit",))
+def linear_own_slices(how):
     """Under vmap, each device computes the gradients of its own slices, and nothing of w's size is sent."""
     mesh = mesh_of(how)
     n = mesh.shape["data"]
@@ -388,14 +393,3 @@ def own_slices(how):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, f(*arrays))
     found = [c for c in links.collectives(program.as_text()) if c.group > 1]
     assert all(c.group == 2 and c.bytes <= 4 * N * D for c in found), found  # the sum for dx
-
-
-for operation in SAMPLE, CUTOFF:
-    register(draws_of_padded_columns, operation)
-
-for how in HOW[:2]:
-    register(own_slices, how)
-for parameters in itertools.product(STEPS, HOW[:2]):
-    register(few_bytes, *parameters)
-for layout in ("tokens", "hybrid fsdp", "columns", "tokens and columns on one axis"):
-    register(one_rounding, layout)

@@ -1,7 +1,8 @@
 """Runs every kernel over a few shapes; tests/kernels/test_sanitizers.py runs this under compute-sanitizer.
 
 The arguments are the implementations, by default all that can run here. The shapes are small because racecheck slows
-down accesses to shared memory by two orders of magnitude.
+down accesses to shared memory by two orders of magnitude. Numbers are checked where that takes a line; the tests of the
+operations on a GPU check all of them.
 """
 
 import dataclasses
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_softmax import paper
 from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.linear import logits_kernel
 from pallas_softmax._src.linear.losses import Coefficients, Head
@@ -24,6 +24,7 @@ from pallas_softmax._src.softmax.columns_plan import Strips
 from pallas_softmax._src.softmax.plan import Parts
 from pallas_softmax._src.triton.checks import missing
 from pallas_softmax._src.triton.plan import Block, Long, Slabs
+from tests.programs import paper_traffic
 from tests.route import kernels as route
 from tests.sample import kernels as sample
 from tests.softmax import kernels as softmax
@@ -178,11 +179,8 @@ def mosaic_gpu():
         select.assert_rows(got, x, plan.k, where, lengths)
     for rows, v, dtype, k in TOPK_GRAD:
         x, _ = logits(rows, v, dtype)
-        d = np.sum(np.exp(oracle.wide(x) - oracle.wide(x).max(1, keepdims=True)), 1).astype("float32")
-        won, m, g = oracle.topk_indices(x, k), x.max(1).astype("float32"), cases.cotangent((rows, k))
-        dx, _ = gradients(x, won, m, d, g, np.zeros_like(m))
-        want, _ = oracle.fused_topk_vjp(x, g, k)
-        np.testing.assert_allclose(np.asarray(dx, "float32"), want, rtol=0.05, atol=1e-3)
+        won, ones, g = oracle.topk_indices(x, k), np.ones(rows, "float32"), cases.cotangent((rows, k))
+        jax.block_until_ready(gradients(x, won, ones, ones, g, ones))
     for v, dtype, plan, names in COLUMNS:
         x, _ = logits(32, v, dtype)  # two arrays of 16 columns
         for name in names:
@@ -207,13 +205,7 @@ def mosaic_gpu():
         run = jax.jit(route.results_and_gradient(k, gate, interpret=None))
         routing.check(run, x, k, gate, np.linspace(-0.1, 0.1, experts, dtype="float32"))
     for rows, v in PAPER:
-        x, _ = logits(rows, v, "float32")
-        for algorithm in paper.SOFTMAX.values():
-            got = jax.jit(algorithm.kernel)(x)
-            np.testing.assert_allclose(got, oracle.softmax(x), rtol=0.05, atol=0.05)
-        for algorithm in paper.TOPK.values():
-            _, indices = jax.jit(algorithm.kernel, static_argnums=1)(x, 5)
-            np.testing.assert_array_equal(indices, oracle.topk_indices(x, 5))
+        paper_traffic.main(rows, v)
     for v, dtype, plan, options in STATS:
         x, (labels, _, where, t) = stats.rows(v, dtype), stats.operands(v)
         given = (where, t) if options else (None, None)
@@ -224,7 +216,7 @@ def mosaic_gpu():
     print("swept mosaic_gpu", SHAPES, TOPK, TOPK_GRAD, COLUMNS, SAMPLE, STREAM, ROUTE, STATS, PAPER)
 
 
-@functools.partial(jax.jit, static_argnames=("head", "tiling"))
+@functools.partial(jax.jit, static_argnames="head")
 def projection_kernels(x, w, b, tokens, coefficients, **known):
     sums, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
     _, e = logits_kernel.row_sums(x, w, b, tokens, coefficients.m, **known)
@@ -238,24 +230,11 @@ def projection_kernels(x, w, b, tokens, coefficients, **known):
 def projection():
     """Runs the kernels without the cuBLAS products: loading cuBLAS takes minutes under compute-sanitizer."""
     for n, depth, vocab, dtype, head, bias, peak in PROJECTIONS:
-        layout, t = {"transpose_w": head.transpose_w}, np.linspace(1, 2, n, dtype="float32")
-        x, w, labels, b = linear.arrays(n, depth, vocab, dtype, bias=bias, peak=peak, **layout)
-        z, slope = linear.logits(x, w, bias=b, softcap=head.softcap, temperature=t[:, None], **layout)
-        slope = slope * t[:, None]  # the kernel's coefficients contain 1 / temperature
-        of_label = np.eye(vocab)[np.asarray(labels)]
-        m, d = z.max(1), np.exp(z - z.max(1, keepdims=True)).sum(1)
-        coefficients = Coefficients(*(jnp.asarray(c, "float32") for c in (m, 1 / d, 0 * d + 1, 0 * d)))
-        tokens = linear.tokens_of(labels, temperature=t)
-        found = projection_kernels(x, w, b, tokens, coefficients, head=head)
-        sums, e, dz, with_t, dz_of_entropy = jax.tree.map(np.asarray, found)
-        e_of_row = np.exp(z - m[:, None])
-        close = functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
-        close(sums.normalizer.m.max(0)[:n], m)
-        close(sums.label_logit.sum(0)[:n], (z * of_label).sum(1))
-        close(e.astype("float32"), e_of_row * slope)
-        for a in (dz, dz_of_entropy):  # XLA puts the gradients at the labels
-            close(a.astype("float32"), e_of_row / d[:, None] * slope)
-        close(with_t.normalizer.m.max(0)[:n], m)
+        options = {"bias": bias, "peak": peak, "transpose_w": head.transpose_w}
+        x, w, labels, b = linear.arrays(n, depth, vocab, dtype, **options)
+        tokens = linear.tokens_of(labels, temperature=np.linspace(1, 2, n))
+        coefficients = Coefficients(*jnp.ones((4, n)))
+        jax.block_until_ready(projection_kernels(x, w, b, tokens, coefficients, head=head))
     print("swept projection", PROJECTIONS)
 
 

@@ -30,8 +30,7 @@ from pallas_softmax._src import jax_internals
 from pallas_softmax._src.dispatch import mesh_types, partitioner
 from pallas_softmax._src.dispatch.finer_mesh import decode
 from pallas_softmax._src.sample import mesh as sample_mesh
-from tests.programs import linear_checks
-from tests.programs.linear_checks import lay
+from tests.programs.linear_checks import CHECKS, HOW, lay, register
 from tests.support import bounds, calls, cases, covering, draws, gpu, oracle
 from tests.support.cases import BF16, F16, F32
 from tests.support.children import report
@@ -39,24 +38,15 @@ from tests.support.trees import assert_equal, assert_near
 
 V = 256
 IMPLEMENTATION = None  # the implementation to name in calls, if every call has its kernels
-CHECKS = {}
 ELEMENTWISE = ("softmax", "log_softmax")
 TOPK = {"topk": {"k": 5}, "topk_log": {"k": 40, "log": True}}  # 40 is more than the V / 8 elements of a part
 OPS = (*oracle.FORWARD, *TOPK)
 SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much like softmax
-HOW = ("auto", "explicit", "shard_map")
 
 
 def each(most=None, **parameters):
     """Registers a check for combinations of the parameters that cover every pair of values, or for the first `most`."""
-
-    def register(check):
-        for combination in covering.pairs(*parameters.values())[:most]:
-            name = "-".join([check.__name__, *map(str, combination)])
-            CHECKS[name] = functools.partial(check, **dict(zip(parameters, combination)))
-        return check
-
-    return register
+    return register(*covering.pairs(*parameters.values())[:most])
 
 
 # --- Devices ------------------------------------------------------------------------------------------
@@ -251,9 +241,6 @@ def judge(op, results, x, names):
     bounds.assert_close(dx, want, unit, names, 1 + np.sum(np.abs(g.astype(F32)), -1, keepdims=True))
 
 
-# --- The checks ---------------------------------------------------------------------------------------
-
-
 @each(op=OPS[:4], layout=LAYOUTS, how=HOW)
 @each(op=OPS[4:], layout=["both", "spread"], how=HOW)
 @each(op=OPS[:4], layout=["both"], how=HOW, dtype=[BF16], most=4)
@@ -445,7 +432,6 @@ def results_without_derivatives(name):
 
 
 # --- One table of all functions -------------------------------------------------------------------------
-
 
 BY_HAND = ("shard_map", "unchecked")  # without the check of varying mesh axes
 
@@ -703,17 +689,15 @@ def named_kernel_on_the_cpu(op):
         jax.jit(functools.partial(ours, op, implementation="mosaic_gpu")).lower(at.place(logits()))
 
 
-def temperature_of_each_device():
-    at, x = split("both", "shard_map"), logits()
+@each(how=["shard_map"])
+def temperature_of_each_device(how):
+    at, x = split("both", how), logits()
     f = jax.shard_map(
         lambda x, t: ps.fused_topk(x, 5, temperature=t[0], axis_name="v"),
         mesh=at.mesh, in_specs=(P(*at.spec), P("v")), out_specs=P("b"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="temperature must be the same on all devices"):
         jax.jit(f)(at.place(x), np.ones(at.mesh.shape["v"], F32))
-
-
-CHECKS["temperature_of_each_device"] = temperature_of_each_device
 
 
 # --- Reshapes after which XLA splits a mesh axis over two dimensions ------------------------------------
@@ -794,9 +778,6 @@ def decoded(spec):
     found, (found_spec,) = decode(n, [jax_internals.tiles(jax_internals.hlo_sharding(given, 2))], [2])
     devices = jax.sharding.Mesh(given.mesh.devices.reshape(found.axis_sizes), found.axis_names)
     assert NamedSharding(devices, found_spec).is_equivalent_to(given, 2), found_spec
-
-
-# --- The choice ------------------------------------------------------------------------
 
 
 @each(op=OPS[:4])
@@ -943,9 +924,6 @@ def divided_inside_shard_map(name, batch):
             return jax.jit(jax.shard_map(f_of_rows, in_specs=P("b"), out_specs=P("b"), axis_names={"b"}))(x)
 
     assert_near(run(divided), run(FUNCTIONS[name]), 1e-4, 1e-5)
-
-
-CHECKS |= linear_checks.CHECKS
 
 
 def main(*patterns):

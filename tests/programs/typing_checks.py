@@ -12,7 +12,6 @@ from pallas_softmax import Axis, AxisName, Choice, ImplementationName, Reduction
 
 
 def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name: ImplementationName) -> None:
-    """Has calls that a type checker accepts."""
     axis: Axis = (0, 1)
     axis_name: AxisName = "v"
     reduction: Reduction = None
@@ -35,7 +34,6 @@ def accepted(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array, name
 
 
 def results_of_flags(x: jax.Array, w: jax.Array, labels: jax.Array, flag: bool) -> None:
-    """Has calls with results that depend on a flag, known or not."""
     loss: jax.Array = ps.linear_cross_entropy(x, w, labels)
     number = float(ps.linear_cross_entropy(x, w, labels, return_logsumexp=False))
     pair: tuple[jax.Array, jax.Array] = ps.linear_cross_entropy(x, w, labels, return_logsumexp=True)
@@ -47,7 +45,6 @@ def results_of_flags(x: jax.Array, w: jax.Array, labels: jax.Array, flag: bool) 
 
 
 def refused(key: jax.Array, x: jax.Array, w: jax.Array, labels: jax.Array) -> None:
-    """Has calls that a type checker refuses."""
     ps.softmax(x, implementation="cuda")  # type: ignore
     ps.log_softmax(x, implementation="cuda")  # type: ignore
     ps.logsumexp(x, implementation="cuda")  # type: ignore

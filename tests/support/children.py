@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 
 
-def output_of(program, **options):
-    command = [sys.executable, "-c", program]
+def output_of(*arguments, **options):
+    """Runs Python with these arguments in a process of its own. Returns what it prints."""
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, **{"cwd": ROOT} | options)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 

@@ -131,4 +131,4 @@ with device("NVIDIA A100-SXM4-80GB"):
     print(choose(Call(SOFTMAX, "float32", 100, 16384, function="softmax"), None))
 import pallas_softmax._src.softmax.triton, pallas_softmax._src.topk.triton
 """
-    assert output_of(program).startswith("softmax float32[100, 16384]: ")
+    assert output_of("-c", program).startswith("softmax float32[100, 16384]: ")
