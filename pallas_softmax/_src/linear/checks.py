@@ -167,8 +167,8 @@ def checked_call(
     variables = (x, w, columns, weights, tokens.label_probs)
     x, w, columns, weights, probs = jax.tree.map(lambda a: reverse_only(a, reason), variables)
     tokens = tokens._replace(label_probs=probs)
-    choices = (chosen(operation, given, options) for operation in (PROJECTION, PROJECTION_GRAD))
-    return Static(*choices, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
+    forward, gradient = (chosen(operation, given, options) for operation in (PROJECTION, PROJECTION_GRAD))
+    return Static(forward, gradient, head, workspace_bytes, vocab), (x, w, columns, weights, tokens)
 
 
 def chosen(operation: Operation, given: Checked, options: Options) -> Choice:

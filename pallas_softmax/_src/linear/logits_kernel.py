@@ -115,17 +115,18 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     """
     rows, columns = len(x), head.width(w)
     padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
-    number: Any = jax.ShapeDtypeStruct((-(-columns // TILE_N), padded_rows), jnp.float32)
+    shaped: Any = jax.ShapeDtypeStruct
+    number = shaped((-(-columns // TILE_N), padded_rows), jnp.float32)
     sums = Statistics(
         Moments(number, number, number) if head.entropy else Normalizer(number, number),
-        jax.ShapeDtypeStruct((padded_rows * tokens.labels.shape[1],), jnp.float32) if tokens.several else number,
+        shaped((padded_rows * tokens.labels.shape[1],), jnp.float32) if tokens.several else number,
         None if tokens.label_smoothing is None else number,
-        jax.ShapeDtypeStruct(number.shape, jnp.int32) if head.entropy else None,
+        shaped(number.shape, jnp.int32) if head.entropy else None,
     )
     name = "linear_statistics" if stored is None else "linear_logits"
     if reference is not None:
         name, stored = "linear_exponentials", x.dtype
-    stored = None if stored is None else jax.ShapeDtypeStruct((rows, columns), stored)
+    stored = None if stored is None else shaped((rows, columns), stored)
     results = sums, stored
     static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
     return _launch(x, w, bias, tokens, reference, interpreted=interpret(), **static)
