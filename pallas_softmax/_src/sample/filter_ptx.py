@@ -243,26 +243,15 @@ def sum_sections(p: PartProgram, sum_up: Callable[[Value, list[Value]], list[Val
     p.sync_cluster()
 
 
-def find_bucket(p: PartProgram, goal: Value, at: Value, measure: Callable[[Value], Value]) -> Value:
-    """Returns the bucket at which the measures of the elements reach a goal. Each warp works alone.
+def section_that_reaches(p: PartProgram, goal: Value, at: Value) -> tuple[Value, Value]:
+    """Returns the section at which the sums, from word `at` on, reach a goal, and what it must reach of the goal.
 
-    The sums over sections start at word `at`; measure(bucket) is the measure of an element in a bucket. The last bucket
-    has all elements further away, so it reaches any goal.
+    Each warp works alone. The last bucket has all elements further away, so its section reaches any goal.
     """
-
-    def sums_of_ctas(at, kind, count):
-        return [p.reduce("add", column) for column in zip(*(p.of_cta(at, cta, kind, count) for cta in range(p.ctas)))]
-
-    first, second = sums_of_ctas(p.word(0, at + p.lane * 2), "f32", 2)
-    second = p.select(p.lane.equals(LANES - 1), INF, second)
-    section, rest = bucket_that_reaches(p, [first, second], goal)
-    in_section = p.plan.buckets // SECTIONS
-    each, start = in_section // LANES, section * in_section
-    own = start + p.lane * each
-    numbers = sums_of_ctas(p.word(SCRATCH.histogram, own), "u32", each)
-    measures = [p.convert(number, "f32") * measure(own + i) for i, number in enumerate(numbers)]
-    measures[-1] = p.select(own.equals(p.plan.buckets - each), INF, measures[-1])
-    return start + bucket_that_reaches(p, measures, rest)[0]
+    at = p.word(0, at + p.lane * 2)
+    each = [p.of_cta(at, cta, "f32", 2) for cta in range(p.ctas)]
+    first, second = (p.reduce("add", column) for column in zip(*each))
+    return bucket_that_reaches(p, [first, p.select(p.lane.equals(LANES - 1), INF, second)], goal)
 
 
 # --- By value: bfloat16 has so few values that each has its own bucket
@@ -291,9 +280,7 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
         _count_values(p, zero)
         sum_sections(p, lambda bucket, numbers: _number_and_mass(p, zero, bucket, numbers))
     with p.when(p.warp.equals(0)):
-        sections = p.select(f.is_mass, SCRATCH.sections + SECTIONS, SCRATCH.sections, "u32")
-        bucket = find_bucket(p, f.goal, sections, lambda at: f.measure(_bounded_mass(p, _value(p, zero, at)), 1.0))
-        p.store(p.word(SCRATCH.picked), bucket, when=p.first_lane)
+        p.store(p.word(SCRATCH.picked), _bucket_that_reaches(f, zero), when=p.first_lane)
     p.barrier()
     bucket = p.load(p.word(SCRATCH.picked), "u32")
     above, mass_above, equal, near_zero = _sums_around(f, zero, bucket)
@@ -384,6 +371,21 @@ def _number_and_mass(p: PartProgram, zero: Value, bucket: Value, numbers: list[V
     numbers = [p.convert(number, "f32") for number in numbers]
     mass = p.reduce("add", [n * _bounded_mass(p, x) for n, x in zip(numbers, values)])
     return [p.reduce("add", numbers), mass]
+
+
+def _bucket_that_reaches(f: FilterSearch, zero: Value) -> Value:
+    p = f.p
+    numbers, masses = SCRATCH.sections, SCRATCH.sections + SECTIONS
+    section, rest = section_that_reaches(p, f.goal, p.select(f.is_mass, masses, numbers, "u32"))
+    bucket = section * _VALUE_SECTION + p.lane * 2
+    at = p.word(SCRATCH.histogram, bucket)
+    numbers = [p.of_cta(at, cta, "u32", 2) for cta in range(p.ctas)]
+    first, second = (
+        p.convert(p.reduce("add", column), "f32") * f.measure(_bounded_mass(p, _value(p, zero, bucket + i)), 1.0)
+        for i, column in enumerate(zip(*numbers))
+    )
+    second = p.select((bucket + 1).equals(_LAST), INF, second)
+    return section * _VALUE_SECTION + bucket_that_reaches(p, [first, second], rest)[0]
 
 
 def _sums_around(f: FilterSearch, zero: Value, bucket: Value) -> tuple[Value, Value, Value, Value]:

@@ -31,7 +31,7 @@ its own step and masks it. `SamplePlan` draws the steps and the warps. Then one 
         where that is not enough            filter_ptx.search_digits  1 for every 7 bits of the keys' range, then 1
                                                                       more (bfloat16: 3 more)
     the index of the last kept entry      filter_ptx.find_last_tie  0
-    the draw                              race_ptx.PartRace         1; 1 more in 1 of 1,600 rows
+    the draw                              race_ptx.WinnerSearch         1; 1 more in 1 of 1,600 rows
 
 The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row. The program takes
 it as a power of 2. Decisions rest on integers, or on sums in a fixed order. So a draw has the same bits each time.
@@ -76,7 +76,7 @@ from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx, stream_kernel, zone_ptx
 from pallas_softmax._src.sample.filter_ptx import FilterSearch, Kept, find_last_tie, search_values
 from pallas_softmax._src.sample.plan import SCRATCH, SamplePlan, StreamPlan, plan_sample, plan_stream
-from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, PartRace, log, log_prob_of
+from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, WinnerSearch, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, KEEP_ALL, PartProgram
 from pallas_softmax._src.sample.rows import Cutoff
 
@@ -190,9 +190,12 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
     drawable = (p.absolute(p.top) < INF) & (p.temperature >= 0.0)
     with p.when(~drawable):
         nan = p.var(_NAN, "f32")
-        others = {"key": HIGHEST, "top": p.top, "log_total": nan} if stride is None else {"log_prob": nan}
         with p.writes(0) as write:
-            write(index=-1, log_mass=nan, **others)
+            if stride is None:
+                key, index = p.var(HIGHEST, "s32"), p.var(-1, "s32")
+                write(key=key, index=index, top=p.top, log_total=nan, log_mass=nan)
+            else:
+                write(index=p.var(-1, "s32"), log_prob=nan, log_mass=nan)
     with p.when(drawable):
         kept = Kept(p, total)
         _apply_filters(p, kept, small_top_k, bound)
@@ -219,7 +222,7 @@ def _draw(p: PartProgram, kept: Kept, stride: int) -> None:
     if p.plan.value_buckets:
         p.sync_cluster()  # other CTAs may still read the histogram, and lists of positions overwrite it
     _, last_tie, _ = find_last_tie(p, kept)
-    index, x = PartRace(p, stride, kept, last_tie).run()
+    index, x = WinnerSearch(p, stride, kept, last_tie).run()
     with p.writes(0) as write:
         log_prob = log_prob_of(p, x, p.top, kept.total)
         write(index=index, log_prob=log_prob, log_mass=p.max(_log_mass(p, kept), log_prob))

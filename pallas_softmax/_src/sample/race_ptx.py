@@ -9,7 +9,7 @@ another element needs noise of at least threshold - x / temperature. Noise is at
                 bound reaches the threshold (`Race.enter`). Only then does a thread compute the two logarithms and the
                 division
 
-The winner does not depend on the thresholds: ties go to the lowest index. With filters, `PartRace` runs the race
+The winner does not depend on the thresholds: ties go to the lowest index. With filters, `WinnerSearch` runs the race
 over a row in shared memory. Each warp lists the elements that take part:
 
     threshold   at first a guess, 2 below logsumexp of the kept entries. The winner exceeds the guess with probability
@@ -26,7 +26,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -55,10 +55,16 @@ class Race:
     The noise of the element with index i has the counter first_counter + i * stride, modulo 2^64.
     """
 
-    def __init__(self, p: ClusterProgram, stride: int, least: Value | float = LEAST_FINITE):
-        """Entries below `least` do not take part."""
+    def __init__(
+        self,
+        p: ClusterProgram,
+        stride: int,
+        least: Value | float = LEAST_FINITE,
+        is_kept: Callable[[Value, Value], Value] | None = None,
+    ):
+        """Entries below `least` do not take part, nor those where is_kept(element, index) is false."""
         key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        self.p, self.stride, self.least = p, stride, least
+        self.p, self.stride, self.least, self.is_kept = p, stride, least, is_kept
         self.schedule, self.first_counter = key_schedule(p, key0, key1), p.join(low, high)
         self.temperature = p.max(p.temperature, TINY)
         self.threshold, self.minus_threshold, self.low = (p.fresh("f32") for _ in range(3))
@@ -101,9 +107,9 @@ class Race:
                         p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
                     self.set_threshold(best)
 
-    def first_best(self, values: Sequence[Value]) -> list[Value]:
+    @staticmethod
+    def first_best(p: ClusterProgram, best: Value, index: Value, x: Value) -> list[Value]:
         """Returns the largest sum of all lanes, the lowest index that has it, and the element there; +0 is above -0."""
-        p, (best, index, x) = self.p, values
         (largest,) = p.over_warp(["max"], [best])
         index = p.select(best.bits("s32").equals(largest.bits("s32")), index, HIGHEST)
         first = p.over_lanes("min", index)
@@ -125,14 +131,12 @@ class Race:
     def _compare(self, one_plus_u: Value, x: Value, index: Value) -> None:
         p = self.p
         z = p.divide_exactly(x, self.temperature) + gumbel(p, one_plus_u) + 0.0  # +0 in place of -0
-        wins = self.wins(z, x, index)
+        wins = (z > self.best) | (z.equals(self.best) & (index < self.index))
+        wins = wins & (p.absolute(x) < INF)
+        if self.is_kept is not None:
+            wins = wins & self.is_kept(x, index)
         for register, value in ((self.best, z), (self.index, index), (self.x, x)):
             p.set(register, value, when=wins)
-
-    def wins(self, z: Value, x: Value, index: Value) -> Value:
-        """Returns whether an entry with the sum z becomes the best one."""
-        is_first = (z > self.best) | (z.equals(self.best) & (index < self.index))
-        return is_first & (self.p.absolute(x) < INF)
 
 
 def _order(x: Value) -> Value:
@@ -153,38 +157,40 @@ _DENSE = 3 / 4
 _BATCH = NOISE_AT_ONCE * LANES  # positions that a warp enters at once
 
 
-class PartRace(Race):
-    """The race of a row in parts: it lists the elements that take part, or takes the lists of the filters.
+class WinnerSearch:
+    """The search for the winner: it lists elements for the race, or takes the lists of the filters.
 
     `last_tie` is the position of the last kept entry with `kept.last_key`.
     """
 
-    p: PartProgram
-
     def __init__(self, p: PartProgram, stride: int, kept: Kept, last_tie: Value):
-        super().__init__(p, stride, p.select(kept.keeps_all(), LEAST_FINITE, p.from_key(kept.last_key)))
-        self.kept, self.last_tie = kept, last_tie
+        self.p, self.kept, self.last_tie = p, kept, last_tie
+        least = p.select(kept.keeps_all(), LEAST_FINITE, p.from_key(kept.last_key))
+        self.race = Race(p, stride, least, self._is_kept)
 
     def run(self) -> tuple[Value, Value]:
         """Returns the index of the winner, and the element there."""
-        p = self.p
+        p, race = self.p, self.race
+        index, x = p.fresh("s32"), p.fresh("f32")
         guess = p.var(p.tempered_top + p.log2(self.kept.mass) * _LN2 - _GUESS_BELOW)
         slot = p.var(p.word(SCRATCH.best))  # one of two
-        self.start(guess)
+        race.start(guess)
         with p.loop() as leave:
             self._sweep()
-            values, neutral = [self.best, self.index, self.x], [-INF, HIGHEST, -INF]
-            best, index, x = self.first_best(p.over_each_cta(self.first_best, values, neutral, slot))
+            values, neutral = [race.best, race.index, race.x], [-INF, HIGHEST, -INF]
+            each = p.over_each_cta(lambda values: race.first_best(p, *values), values, neutral, slot)
+            best, winner, element = race.first_best(p, *each)
+            p.set(index, winner)
+            p.set(x, element)
             leave(best >= guess)
             p.set(guess, best)
-            self.set_threshold(best)
+            race.set_threshold(best)
             p.set(slot, slot ^ 16)  # other CTAs may still read the last results
         return index, x
 
-    def wins(self, z: Value, x: Value, index: Value) -> Value:
-        wins = super().wins(z, x, index)
+    def _is_kept(self, x: Value, index: Value) -> Value:
         key, position = self.p.key(x), index - self.p.origin
-        return wins & ((key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie)))
+        return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
     def _sweep(self) -> None:
         """Finds the best sum of the warp's elements, unless it is below the threshold."""
@@ -205,7 +211,7 @@ class PartRace(Race):
                 self._enter_listed(list_, end, more)
             p.sync_warp()
             leave(remaining <= 0)
-            self.catch_up()
+            self.race.catch_up()
             self._list(end, at, remaining)
             p.set(more, remaining > 0)
             # A partial batch waits for more positions, until there are none.
@@ -219,11 +225,11 @@ class PartRace(Race):
         for i, words in enumerate(vectors):
             p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
         # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
-        may_list = p.any(~(p.greatest(sum(vectors, [])) < self.low)) if p.elements.halves else None
+        may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
         with contextlib.nullcontext() if may_list is None else p.when(may_list):
             position = p.position_of(at)
             above_ties = p.from_key(self.kept.last_key + 1)
-            least = p.select(position > self.last_tie, p.max(self.low, above_ties), self.low)
+            least = p.select(position > self.last_tie, p.max(self.race.low, above_ties), self.race.low)
             inside = p.var(0, "u32")
             for i, words in enumerate(vectors):  # the last element has the lowest bit
                 outside = p.var(0, "u32")
@@ -258,7 +264,7 @@ class PartRace(Race):
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
         elements = [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions]
-        self.enter(elements, [position + p.origin for position in positions], more)
+        self.race.enter(elements, [position + p.origin for position in positions], more)
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))

@@ -145,7 +145,7 @@ class ClusterProgram(CtaProgram):
     def writes(self, cta: Value | int) -> Iterator[Callable[..., None]]:
         """Opens the last block, for one thread of a CTA. Yields write(name=value), which writes a result of the row."""
 
-        def write(**results: Value | int) -> None:
+        def write(**results: Value) -> None:
             offset = self.multiply_wide(self.operand("row", "u32"), 4)
             for name, value in results.items():
                 self.store(self.operand(name, "u64") + offset, value)

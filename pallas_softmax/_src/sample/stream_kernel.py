@@ -99,27 +99,30 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
     race = Race(p, stride)
+    index, log_prob, log_mass = p.fresh("s32"), p.fresh("f32"), p.fresh("f32")
     with p.loop() as leave:
         _take_steps(p, race)
         values = [*_normalizer_of_row(p), race.best, race.index, race.x]
         neutral = [-INF, 0, -INF, HIGHEST, -INF]
-        lanes = p.over_each_cta(functools.partial(_combine, race), values, neutral, p.word(SCRATCH.normalizer))
+        lanes = p.over_each_cta(functools.partial(_combine, p), values, neutral, p.word(SCRATCH.normalizer))
         if plan.ctas > 1:  # the warps' normalizers are combined at once, as in one CTA
             p.barrier()  # other warps may still load `lanes` from the words that this writes
             of_warp = p.record_of_warp(p.lane)
             lanes[:2] = p.fetched(of_warp, p.lane & plan.ctas - 1, p.warps, ["f32", "f32"], [-INF, 0])
-        top, total, _, index, x = _combine(race, lanes)
+        top, total, _, winner, x = _combine(p, lanes)
+        p.set(index, winner)
+        p.set(log_prob, log_prob_of(p, x, top, total))
+        mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
+        p.set(log_mass, p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob))
         drawable = (p.absolute(top) < INF) & (p.temperature >= 0.0)
+        for result, nothing in ((index, -1), (log_prob, _NAN), (log_mass, _NAN)):
+            p.set(result, nothing, when=~drawable)
         tempered_top = p.divide_exactly(top, race.temperature)
         leave(~(drawable & p.absolute(tempered_top).equals(INF)) | p.greedy)
         p.set(p.greedy, True)
         p.sync_cluster()  # other CTAs may still read the numbers of this pass
     with p.writes(0) as write:
-        log_prob = log_prob_of(p, x, top, total)
-        mass_of_first = p.min(p.divide(p.var(1.0, "f32"), total), 1.0)  # all that a temperature of 0 keeps
-        log_mass = p.max(p.select(p.greedy, log(p, mass_of_first), 0.0), log_prob)
-        results = {"index": (index, -1), "log_prob": (log_prob, _NAN), "log_mass": (log_mass, _NAN)}
-        write(**{name: p.select(drawable, *either) for name, either in results.items()})
+        write(index=index, log_prob=log_prob, log_mass=log_mass)
     return p
 
 
@@ -151,11 +154,13 @@ class StreamProgram(ClusterProgram):
             for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
                 p.set(register, x)
         with p.when(~whole):
+            kind = "s16" if p.elements.halves else "s32"
             for i, register in enumerate(out):
                 here = position + p.offset(i)
                 exists = (here >= p.lead) & (here < p.end)
                 offset = p.offset(i) * p.elements.itemsize
-                bits = p.elements.load_bits(p, at, exists, offset=offset, default=0)
+                bits = p.load(at, kind, offset=offset, when=exists, default=0)
+                bits = p.convert(bits, "s32") if p.elements.halves else bits
                 p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
         return out
 
@@ -201,9 +206,9 @@ class LaneList:
             race.enter(elements, indices, more)
 
 
-def _combine(race: Race, values: list[Value]) -> list[Value]:
+def _combine(p: StreamProgram, values: list[Value]) -> list[Value]:
     m, d, *best = values
-    return [*row_ptx.combine(race.p, m, d), *race.first_best(best)]
+    return [*row_ptx.combine(p, m, d), *Race.first_best(p, *best)]
 
 
 def _take_steps(p: StreamProgram, race: Race) -> None:

@@ -34,8 +34,8 @@ from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, na
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import filter_ptx
 from pallas_softmax._src.sample.filter_ptx import MOST_UNITS, FilterSearch, search_digits
-from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, WARP_LOAD_BYTES
-from pallas_softmax._src.sample.row_ptx import HIGHEST, KEEP_ALL, LEAST_FINITE, PartProgram
+from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 _ROUND_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
 # The words of the histogram hold all listed keys, and then a shortlist with a key for each lane; masses follow keys.
@@ -129,13 +129,16 @@ def sweep_between(f: FilterSearch, zone: Zone, low: Value, high: Value) -> None:
                     add(x, p.key(x), (unlisted & (1 << i)).differs(0))
 
     p.sweep(list_words)
-    ops, values = ["add", "add", "min", "max"], [mass_above, p.convert(above, "u32"), least, greatest]
-    neutral = [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL]
-    mass, number, *values = p.over_each_cta(
-        ["add", "add", *ops], [mass, number, *values], neutral, p.word(SCRATCH.zone)
+    mass, number, *rest = p.over_each_cta(
+        ["add", "add", "add", "add", "min", "max"],
+        [mass, number, mass_above, p.convert(above, "u32"), least, greatest],
+        [0.0, 0, 0.0, 0, HIGHEST, KEEP_ALL],
+        p.word(SCRATCH.zone),
     )
     zone.set_sums(mass, number)
-    mass_above, above, least, greatest = p.over_warp(ops, values)
+    mass_above, above, least, greatest = rest
+    ops, values = ["min", "max", "add", "add"], [least, greatest, mass_above, above]
+    least, greatest, mass_above, above = p.over_warp(ops, values)
     above = f.measure(mass_above, p.convert(above, "f32"))
     zone.set(least=least, greatest=greatest, mass_above=mass_above, above=above)
     reached = f.measure(zone.mass, p.convert(zone.number, "f32")) + zone.above >= f.goal
@@ -349,6 +352,7 @@ _SIX_DEVIATIONS = 1.2
 # zones miss the goal, and rows are searched digit by digit. If it is too large, zones have more keys than needed.
 _LEAST_ERROR = 1e-4
 _SUM_ERROR = 1e-5  # relative error of a sum of 2048 masses in float32
+_SECTION = BUCKETS // SECTIONS  # buckets of a section, one for each lane
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # in this float32 the last bit counts 1: adding it rounds
 
 
@@ -401,11 +405,13 @@ def _end_of_zone(f: FilterSearch, buckets_per_unit: Value, octaves_per_bucket: V
     """
     p = f.p
     goal = f.measure(f.goal * _error_of_goal(f, octaves_per_bucket, is_greatest), f.goal)
-
-    def measure_of(bucket):
-        return f.measure_below(p.convert(bucket, "f32") * octaves_per_bucket)
-
-    bucket = filter_ptx.find_bucket(p, goal, p.var(SCRATCH.sections, "u32"), measure_of)
+    section, rest = filter_ptx.section_that_reaches(p, goal, p.var(SCRATCH.sections, "u32"))
+    bucket = section * _SECTION + p.lane
+    address = p.word(SCRATCH.histogram, bucket)
+    number = p.reduce("add", [p.of_cta(address, cta, "u32")[0] for cta in range(p.ctas)])
+    measure = p.convert(number, "f32") * f.measure_below(p.convert(bucket, "f32") * octaves_per_bucket)
+    measure = p.select(bucket.equals(BUCKETS - 1), INF, measure)
+    bucket = section * _SECTION + bucket_that_reaches(p, [measure], rest)[0]
     half = p.select(is_greatest, -0.5, 0.5, "f32")
     end = p.max(p.top - p.divide(p.convert(bucket, "f32") + half, buckets_per_unit), LEAST_FINITE)
     is_outermost = bucket.equals(p.select(is_greatest, 0, BUCKETS - 1, "u32"))

@@ -78,9 +78,8 @@ class Elements:
             out = [p.select(bits.equals(-1), -np.inf, x) for x, bits in zip(out, self.bits(words))]
         return out
 
-    def load_bits(self, p: Program, address: Value, when: Condition = None, **keywords) -> Value:
-        """Returns the bits of an element in memory; the arguments are as for `Program.load`."""
-        bits = p.load(address, "s16" if self.halves else "s32", when=when, **keywords)
+    def load_bits(self, p: Program, address: Value, when: Condition = None) -> Value:
+        bits = p.load(address, "s16" if self.halves else "s32", when=when)
         return p.convert(bits, "s32") if self.halves else bits
 
     def float_of_bits(self, p: Program, bits: Value) -> Value:
