@@ -50,7 +50,7 @@ _ONE_DERIVATIVE = (
 def as_tokens(choice: Choice, *arrays: Any, **static: Any) -> Any:
     """Runs an operation of a projection on x, w, columns, and arrays with one number per token.
 
-    A vmap whose slices share w and bias becomes one call with more tokens. Other slices run one by one, as do all
+    Slices of a vmap that share w and bias become one call with more tokens. Other slices run one by one, as do all
     slices of a gradient: each has its own dw. A mesh divides slices as it divides tokens.
 
     Two static arguments are for this file. `given` is the specs of x, w and bias before they were gathered, or None.
