@@ -1,4 +1,4 @@
-"""Runs each of the paper's algorithms once, under a profiler.
+"""Runs each of the paper's algorithms once. A profiler counts the bytes, and the sanitizers run it too.
 
 python -m tests.programs.paper_traffic [ROWS V K]
 """

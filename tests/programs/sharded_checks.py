@@ -10,6 +10,7 @@ name of each check with its error or null:
 import contextlib
 import fnmatch
 import functools
+import inspect
 import itertools
 import math
 import sys
@@ -46,7 +47,12 @@ SOME = ("softmax", "logsumexp", "topk")  # without log_softmax, which is much li
 
 def each(most=None, **parameters):
     """Registers a check for combinations of the parameters that cover every pair of values, or for the first `most`."""
-    return register(*covering.pairs(*parameters.values())[:most])
+
+    def decorate(check):
+        assert [*parameters] == [*inspect.signature(check).parameters][: len(parameters)], check
+        return register(*covering.pairs(*parameters.values())[:most])(check)
+
+    return decorate
 
 
 # --- Devices ------------------------------------------------------------------------------------------

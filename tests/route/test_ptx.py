@@ -16,8 +16,10 @@ from tests.topk.kernels import assert_merged, near_keys
 
 # (experts, groups): lanes that hold two groups; one group; half a group; a quarter. A group of one expert.
 GROUPED = [(64, 8), (256, 8), (384, 8), (160, 8), (1024, 4), (8, 8)]
-GROUP_BEST = [(64, 8, 2), (256, 8, 1), (1024, 4, 3), (8, 8, 1), (256, 8, 2), (384, 8, 2), (160, 8, 4)]
-GROUP_BEST += [(1024, 4, 2)]
+GROUP_BEST = [
+    (64, 8, 2), (256, 8, 1), (1024, 4, 3), (8, 8, 1), (256, 8, 2), (384, 8, 2), (160, 8, 4),
+    (1024, 4, 2),
+]  # fmt: skip
 LOWEST = -(2**31)
 
 

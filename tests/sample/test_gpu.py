@@ -33,13 +33,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_a_gpu")]
 LONG = ["normal", "ascending", "integers", "constant"]  # thresholds are among thousands of ties
 
 
-CASES = [(ALL, 2, BF16, 1, 1, False), (ALL, 129, F32, 1, 1, True), (ALL, 129, F32, 8, 2, False)]
-CASES += [(ALL, 127, F16, 3, 1, True), (ALL, 1003, BF16, 2, 2, True), (ALL, 1024, F32, 1, 4, False)]
-CASES += [(ALL, 1000, F32, 8, 1, False), (ALL, 4099, F32, 3, 2, True), (ALL, 4104, F16, 2, 4, False)]
-CASES += [(ALL, 4099, BF16, 5, 2, True)]
-# a zone has more keys than the lists have room for
-CASES += [(LONG, cases.GPT2, F32, 16, 4, False), (LONG, cases.GPT2, F16, 7, 1, False)]
-CASES += [(LONG, cases.LARGE[0], F32, 10, 2, False), (LONG, cases.LARGE[0], BF16, 5, 2, False)]
+CASES = [
+    (ALL, 2, BF16, 1, 1, False), (ALL, 129, F32, 1, 1, True), (ALL, 129, F32, 8, 2, False),
+    (ALL, 127, F16, 3, 1, True), (ALL, 1003, BF16, 2, 2, True), (ALL, 1024, F32, 1, 4, False),
+    (ALL, 1000, F32, 8, 1, False), (ALL, 4099, F32, 3, 2, True), (ALL, 4104, F16, 2, 4, False),
+    (ALL, 4099, BF16, 5, 2, True),
+    # a zone has more keys than the lists have room for
+    (LONG, cases.GPT2, F32, 16, 4, False), (LONG, cases.GPT2, F16, 7, 1, False),
+    (LONG, cases.LARGE[0], F32, 10, 2, False), (LONG, cases.LARGE[0], BF16, 5, 2, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "v", "dtype", "count", "warpgroups", "masked"), CASES, ids=parameter_id)
@@ -57,8 +59,10 @@ def test_every_row_with_every_filter(names, v, dtype, count, warpgroups, masked)
         assert_cutoffs(run(x[some], None, chunk, mask), x[some], labels[some], chunk, mask)
 
 
-STREAMED = [(ALL, 1, F32, 1), (ALL, 129, BF16, 1), (ALL, 1003, F16, 1), (ALL, 9001, F32, 4), (ALL, 10_000, BF16, 2)]
-STREAMED += [([*LONG, "descending"], cases.LARGE[0], F32, 1), ([*LONG, "descending"], cases.LARGE[0], BF16, 16)]
+STREAMED = [
+    (ALL, 1, F32, 1), (ALL, 129, BF16, 1), (ALL, 1003, F16, 1), (ALL, 9001, F32, 4), (ALL, 10_000, BF16, 2),
+    ([*LONG, "descending"], cases.LARGE[0], F32, 1), ([*LONG, "descending"], cases.LARGE[0], BF16, 16),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "v", "dtype", "ctas"), STREAMED, ids=parameter_id)

@@ -60,7 +60,7 @@ def test_three_ctas_of_two_warpgroups_share_a_multiprocessor(dtype):
     """A cluster of more than 8 CTAs leaves multiprocessors idle, so two larger CTAs share a multiprocessor instead."""
     for v, says in PLANS[dtype].items():
         plan = plan_sample(v, dtype, HOPPER)
-        assert plan is not None and (plan.window.count, plan.warpgroups) == says
+        assert plan is not None and (v, plan.window.count, plan.warpgroups) == (v, *says)
         assert (5 - plan.warpgroups) * (plan.smem_bytes + 1024) <= SMEM_BYTES[9] + 1024
 
 

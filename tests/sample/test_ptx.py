@@ -76,14 +76,16 @@ def assert_all_right(names, v, dtype, count, warpgroups, masked, step, rng=None,
         assert_right(plan, x[i], words[i], [a[i] for a in parameters], labels[i : i + 1], one, rng)
 
 
-CASES = [(ALL, 1003, F32, 2, 1, False, 211), (ALL, 1000, BF16, 1, 2, True, 271), (ALL, 129, F16, 1, 1, True, 53)]
-CASES += [(ALL, 1, F32, 1, 1, False, 53), (ALL, 2, BF16, 1, 1, False, 53), (ALL, 127, F16, 3, 2, True, 53)]
-CASES += [(ALL, 128, F32, 2, 2, False, 53), (ALL, 129, F32, 1, 4, True, 53), (ALL, 1003, BF16, 3, 2, True, 37)]
-CASES += [(ALL, 1000, F32, 8, 1, False, 53), (ALL, 4099, F32, 3, 1, True, 37), (ALL, 4104, F16, 2, 1, True, 37)]
-CASES += [(ALL, 4099, BF16, 2, 1, False, 37)]
-# a zone has more keys than the lists have room for
-CASES += [(LONG, 128256, F32, 10, 2, False, 13), (LONG, 151936, BF16, 6, 2, False, 13)]
-CASES += [(LONG, 50257, F16, 16, 1, False, 13)]
+CASES = [
+    (ALL, 1003, F32, 2, 1, False, 211), (ALL, 1000, BF16, 1, 2, True, 271), (ALL, 129, F16, 1, 1, True, 53),
+    (ALL, 1, F32, 1, 1, False, 53), (ALL, 2, BF16, 1, 1, False, 53), (ALL, 127, F16, 3, 2, True, 53),
+    (ALL, 128, F32, 2, 2, False, 53), (ALL, 129, F32, 1, 4, True, 53), (ALL, 1003, BF16, 3, 2, True, 37),
+    (ALL, 1000, F32, 8, 1, False, 53), (ALL, 4099, F32, 3, 1, True, 37), (ALL, 4104, F16, 2, 1, True, 37),
+    (ALL, 4099, BF16, 2, 1, False, 37),
+    # a zone has more keys than the lists have room for
+    (LONG, 128256, F32, 10, 2, False, 13), (LONG, 151936, BF16, 6, 2, False, 13),
+    (LONG, 50257, F16, 16, 1, False, 13),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

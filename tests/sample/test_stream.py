@@ -53,9 +53,11 @@ def assert_all_right(names, v, dtype, ctas, step, stride=1, rng=None):
         assert_draws(got, x[one], words[one], labels[one], [a[one] for a in parameters], stride=stride)
 
 
-CASES = [(1003, F32, 1, 1, 61), (4104, BF16, 2, 1, 97), (1003, F32, 1, 1, 31), (4099, BF16, 2, 1, 47)]
-CASES += [(1, F16, 1, 3, 31), (2, BF16, 1, 1, 7), (127, F32, 1, 1, 7), (128, F16, 1, 5, 7), (129, BF16, 1, 1, 7)]
-CASES += [(9000, F32, 4, 1, 7), (4099, F16, 1, 10**6, 11), (9001, F32, 1, 10**6, 11), (20_000, BF16, 1, 1, 23)]
+CASES = [
+    (1003, F32, 1, 1, 61), (4104, BF16, 2, 1, 97), (1003, F32, 1, 1, 31), (4099, BF16, 2, 1, 47),
+    (1, F16, 1, 3, 31), (2, BF16, 1, 1, 7), (127, F32, 1, 1, 7), (128, F16, 1, 5, 7), (129, BF16, 1, 1, 7),
+    (9000, F32, 4, 1, 7), (4099, F16, 1, 10**6, 11), (9001, F32, 1, 10**6, 11), (20_000, BF16, 1, 1, 23),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("v", "dtype", "ctas", "stride", "step"), first(2, CASES), ids=str)
@@ -129,9 +131,11 @@ def test_chosen_plans(shape):
     assert (3 if plan.ctas <= 2 else 2) * (4 * plan.words + 3 * 1024) <= SMEM_BYTES[9]
 
 
-CALLS = [(64, 1000, {}, "draw_rows"), (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows")]
-CALLS += [(64, 1000, {"top_k": 5}, "sample_rows"), (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows")]
-CALLS += [(1, 128256, {}, "draw_rows")]
+CALLS = [
+    (64, 1000, {}, "draw_rows"), (64, 1000, {"where": np.arange(1000) % 3 > 0}, "sample_rows"),
+    (64, 1000, {"top_k": 5}, "sample_rows"), (64, 1000, {"min_p": np.zeros(64, F32)}, "sample_rows"),
+    (1, 128256, {}, "draw_rows"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,12 @@ def assert_columns(name, x, names, plan, interpret=INTERPRET):
 
 EVEN = [*ALL, "normal"]  # an even number of rows, for the columns of two arrays
 # (tile, V, dtype, rows). Vectors and single elements; tiles that end with the columns, and beyond them.
-COLUMN_TILES = [(Tile(24, 8, 1, 1), 21, F32, ALL), (Tile(128, 4, 4, 1), 127, F32, EVEN)]
-COLUMN_TILES += [(Tile(8, 16, 4, 1), 8, BF16, EVEN), (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1])]
-COLUMN_TILES += [(Tile(1, 128, 1, 1), 1, BF16, FEW), (Tile(1024, 4, 4, 1), 1000, F32, EVEN)]
-COLUMN_TILES += [(Tile(21, 128, 1, 3), 21, F32, ALL)]
+COLUMN_TILES = [
+    (Tile(24, 8, 1, 1), 21, F32, ALL), (Tile(128, 4, 4, 1), 127, F32, EVEN),
+    (Tile(8, 16, 4, 1), 8, BF16, EVEN), (Tile(2, 128, 4, 1), 2, F16, FEW + FEW[:1]),
+    (Tile(1, 128, 1, 1), 1, BF16, FEW), (Tile(1024, 4, 4, 1), 1000, F32, EVEN),
+    (Tile(21, 128, 1, 3), 21, F32, ALL),
+]  # fmt: skip
 # (strips, dtype, rows). Steps that end with the array, and beyond it; a single step; strips that end with the columns.
 # With turns: slots for one strip, for more than one, and for all, where the last cluster takes fewer strips.
 COLUMN_STRIPS = [
@@ -91,13 +93,15 @@ READ_STRIPS = [(Strips(1000, 8, 1, 128, 3), F32, EVEN), (Strips(1024, 8, 1, 64, 
 # (plan, dtype, rows). One CTA per row: exact blocks; several steps, the last one short. Rows and segments that are not
 # aligned to 16 bytes; segments that overlap, or are all the same; single rows, or rows that together fill a multiple of
 # 16 bytes.
-PARTS = [(Parts(1003, 4, 2, 1, True), F32, FEW), (Parts(1003, 8, 1, 2, False), BF16, FEW)]
-PARTS += [(Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]), (Parts(1000, 4, 2, 3, False), F32, FEW)]
-PARTS += [(Parts(1024, 8, 1, 2, False), BF16, FEW), (Parts(1024, 4, 2, 1, True), F32, ALL)]
-PARTS += [(Parts(5000, 8, 2, 1, True), BF16, FEW), (Parts(1003, 4, 2, 1, True), F32, ALL)]
-PARTS += [(Parts(1002, 4, 1, 2, False), F32, FEW[:4])]
-# several segments of a CTA: they fill blocks, or overlap in their last block
-PARTS += [(Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW), (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW)]
+PARTS = [
+    (Parts(1003, 4, 2, 1, True), F32, FEW), (Parts(1003, 8, 1, 2, False), BF16, FEW),
+    (Parts(1003, 8, 4, 3, False), F16, FEW + FEW[:1]), (Parts(1000, 4, 2, 3, False), F32, FEW),
+    (Parts(1024, 8, 1, 2, False), BF16, FEW), (Parts(1024, 4, 2, 1, True), F32, ALL),
+    (Parts(5000, 8, 2, 1, True), BF16, FEW), (Parts(1003, 4, 2, 1, True), F32, ALL),
+    (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+    # several segments of a CTA: they fill blocks, or overlap in their last block
+    (Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW), (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW),
+]  # fmt: skip
 # Rows in turns: slots for one row, for more than one, and for all. Their slots are freed while elements are written, so
 # only operations that write elements have turns.
 IN_TURNS = [

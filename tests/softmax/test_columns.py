@@ -66,8 +66,10 @@ def test_adjacent_axes(name, axes):
     bounds.assert_operation(name, rows(got), folded)
 
 
-SHAPES = [(1, 1, 8), (1, 2, 3), (8, 21, 262144), (8, 21, 262143), (64, 128, 4096), (1, 1000, 100000)]
-SHAPES += [(1, 4096, 4096), (1, 25000, 4000), (2, 50257, 768), (5, 1000003, 16), (3, 300, 4)]
+SHAPES = [
+    (1, 1, 8), (1, 2, 3), (8, 21, 262144), (8, 21, 262143), (64, 128, 4096), (1, 1000, 100000),
+    (1, 4096, 4096), (1, 25000, 4000), (2, 50257, 768), (5, 1000003, 16), (3, 300, 4),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -170,8 +172,10 @@ def test_columns_lower_without_a_transpose(op, case, dtype):
         assert "stablehlo.transpose" not in text
 
 
-WITHOUT_A_KERNEL = [((8, 21, 4096), (0, 2), False), ((8, 21, 4096), (1,), True), ((25000, 255), (0,), False)]
-WITHOUT_A_KERNEL += [((131072, 21, 8), (1,), False), ((100000, 4096), (0,), False)]
+WITHOUT_A_KERNEL = [
+    ((8, 21, 4096), (0, 2), False), ((8, 21, 4096), (1,), True), ((25000, 255), (0,), False),
+    ((131072, 21, 8), (1,), False), ((100000, 4096), (0,), False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "axes", "masked"), WITHOUT_A_KERNEL, ids=str)
@@ -235,8 +239,10 @@ def test_every_plan_on_a_gpu(name, plan, v, dtype, names):
     kernels.assert_columns(name, cases.rows(names, v, dtype), names, plan, interpret=None)
 
 
-PUBLIC = [((1, 2, 40), 1), ((2, 21, 1040), 1), ((3, 127, 517), 1), ((2, 1000, 264), 1), ((4096, 128), 0)]
-PUBLIC += [((25000, 96), 0), ((50257, 96), 0), ((25000, 255), 0)]
+PUBLIC = [
+    ((1, 2, 40), 1), ((2, 21, 1040), 1), ((3, 127, 517), 1), ((2, 1000, 264), 1), ((4096, 128), 0),
+    ((25000, 96), 0), ((50257, 96), 0), ((25000, 255), 0),
+]  # fmt: skip
 
 
 @on_a_gpu

@@ -37,8 +37,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # (V, dtype, rows), with the package's plans. Rows over 2 to 128 lanes, several to a CTA; whole vectors and single
 # elements; several vectors per lane.
-TILES = [(129, F32, FEW[:1]), (7, F16, FEW), (1000, F32, ALL), (2, BF16, FEW), (127, F32, FEW), (128, BF16, FEW)]
-TILES += [(1003, F16, FEW), (5000, F32, FEW[:3]), (1, F32, FEW), (129, F16, FEW), (1000, BF16, ALL)]
+TILES = [
+    (129, F32, FEW[:1]), (7, F16, FEW), (1000, F32, ALL), (2, BF16, FEW), (127, F32, FEW), (128, BF16, FEW),
+    (1003, F16, FEW), (5000, F32, FEW[:3]), (1, F32, FEW), (129, F16, FEW), (1000, BF16, ALL),
+]  # fmt: skip
 CASES = first(1, pairs(oracle.OPERATIONS, TILES)) + first(1, pairs(oracle.OPERATIONS[::-1], PARTS))
 ELEMENTWISE = [op for op in oracle.OPERATIONS if op != "logsumexp"]
 CASES += first(0, pairs(ELEMENTWISE, IN_TURNS + READ_AGAIN))
@@ -59,8 +61,10 @@ def test_rows_interpreted(name, rows):
 
 
 # (plan, pattern). Every broadcast for short rows; for long rows mostly broadcasts that differ along the row.
-MASKED_KINDS = [(None, "bhqv"), (Parts(1003, 4, 2, 2, False), "b11v"), (Parts(1024, 4, 2, 1, True), "1hqv")]
-MASKED_KINDS += [(None, "1h11"), (Parts(1003, 4, 2, 1, True), "bhqv"), (None, "b11v")]
+MASKED_KINDS = [
+    (None, "bhqv"), (Parts(1003, 4, 2, 2, False), "b11v"), (Parts(1024, 4, 2, 1, True), "1hqv"),
+    (None, "1h11"), (Parts(1003, 4, 2, 1, True), "bhqv"), (None, "b11v"),
+]  # fmt: skip
 MASKED_KINDS += [(None, pattern) for pattern in ("111v", "bhq1", "b1q1", "1hqv", "1111")]
 MASKED_KINDS += [(Parts(1003, 4, 2, 2, False), "bhq1"), (Parts(1024, 4, 2, 1, True), "1h11")]
 WHERE = pairs(MASKED_KINDS, ["log_softmax", "logsumexp", "softmax", "log_softmax_grad"])
@@ -135,8 +139,10 @@ KINDS_OF_LONG_ROWS = {
 }
 # the same, and arguments of rows in turns. Slots for more than one row, and for less than one.
 TURNS = {f"{slots} slots": (50257, 4, True, {"teams": 3, "slots": slots}) for slots in (9, 5)}
-OPS_IN_TURNS = [("softmax", 9, None), ("log_softmax_grad", 9, None), ("softmax", 9, "full"), ("softmax", 5, None)]
-OPS_IN_TURNS += [("softmax_grad", 5, None)]
+OPS_IN_TURNS = [
+    ("softmax", 9, None), ("log_softmax_grad", 9, None), ("softmax", 9, "full"), ("softmax", 5, None),
+    ("softmax_grad", 5, None),
+]  # fmt: skip
 LOWERED = pairs(oracle.OPERATIONS[::-1], [15, *KINDS_OF_LONG_ROWS, *SHORT_ROWS[1:]], DTYPES, [*MASKS, None])
 LOWERED += [(op, f"{slots} slots", "float32", mask) for op, slots, mask in OPS_IN_TURNS]
 
@@ -202,11 +208,13 @@ def test_lowered_grad_of_grad_of_softmax():
 
 # Rows in registers, in one CTA, in a cluster, in a cluster with unequal parts, in two launches; one row, or a prime
 # number of rows.
-SHAPES = [(1, F32, ALL), (2, BF16, ALL), (127, F16, ALL), (128, F32, ALL), (129, BF16, ALL)]
-SHAPES += [(1000, F32, ALL), (1000, F16, ALL), (1000, BF16, FEW[:1]), (20011, F32, ALL)]
-SHAPES += [(50257, F32, LONG[:1]), (100003, F32, LONG[:1]), (200000, BF16, LONG[:1]), (50257, BF16, LONG)]
-SHAPES += [(128256, F16, LONG), (151935, F32, VERY_LONG), (151935, BF16, LONG), (151936, BF16, VERY_LONG[:1])]
-SHAPES += [(262144, F32, VERY_LONG), (262144, BF16, VERY_LONG), (1000003, F32, VERY_LONG[:2])]
+SHAPES = [
+    (1, F32, ALL), (2, BF16, ALL), (127, F16, ALL), (128, F32, ALL), (129, BF16, ALL),
+    (1000, F32, ALL), (1000, F16, ALL), (1000, BF16, FEW[:1]), (20011, F32, ALL),
+    (50257, F32, LONG[:1]), (100003, F32, LONG[:1]), (200000, BF16, LONG[:1]), (50257, BF16, LONG),
+    (128256, F16, LONG), (151935, F32, VERY_LONG), (151935, BF16, LONG), (151936, BF16, VERY_LONG[:1]),
+    (262144, F32, VERY_LONG), (262144, BF16, VERY_LONG), (1000003, F32, VERY_LONG[:2]),
+]  # fmt: skip
 
 
 @on_a_gpu
@@ -242,8 +250,10 @@ CLUSTERS_IN_TURNS = [
     (Parts(16 * 400, 8, 1, 16, True, teams=4, slots=5), F16, FEW),
 ]
 
-LONGEST = [(Parts(16 * 4000, 4, 1, 16, True, teams=4, slots=3), F32, FEW)]
-LONGEST += [(Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW)]
+LONGEST = [
+    (Parts(16 * 4000, 4, 1, 16, True, teams=4, slots=3), F32, FEW),
+    (Parts(16 * 8000 + 1, 8, 1, 16, True, teams=4, slots=5), BF16, FEW),
+]  # fmt: skip
 
 
 TURNS_ON_A_GPU = IN_TURNS + READ_AGAIN + CLUSTERS_IN_TURNS + LONGEST

@@ -55,14 +55,15 @@ TURNS = [
 def test_plan(op, dtype, plans):
     for shape, says in plans.items():
         plan = softmax_plan.plan_softmax(op, *shape, dtype, HOPPER)
-        assert says == ("tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2))
+        got = "tile" if isinstance(plan, Tile) else (plan.count, 1 if plan.cluster else 2)
+        assert (shape, got) == (shape, says)
 
 
 @pytest.mark.parametrize(("op", "dtype", "plans"), TURNS, ids=str)
 def test_turns(op, dtype, plans):
     for shape, says in plans.items():
         plan = softmax_plan.plan_softmax(op, *shape, dtype, HOPPER)
-        assert (plan.teams, plan.slots) == (says or (None, None))
+        assert (shape, plan.teams, plan.slots) == (shape, *(says or (None, None)))
 
 
 def test_steps_are_longer_for_reductions_and_the_longest_segments():

@@ -111,9 +111,11 @@ def test_one_lowered_kernel_per_call(name, x64):
 check = stats.check_of(functools.partial(ps.token_stats, implementation="mosaic_gpu", rank=True))
 
 # Rows in registers, in one CTA, in clusters, in two launches.
-ON_A_GPU = [(1, "float32", False), (127, "float16", True), (1000, "bfloat16", False), (1003, "float16", True)]
-ON_A_GPU += [(5000, "float32", False), (25000, "bfloat16", True), (50257, "float32", True), (128256, "bfloat16", False)]
-ON_A_GPU += [(262144, "float32", False), (3000001, "float32", False)]
+ON_A_GPU = [
+    (1, "float32", False), (127, "float16", True), (1000, "bfloat16", False), (1003, "float16", True),
+    (5000, "float32", False), (25000, "bfloat16", True), (50257, "float32", True), (128256, "bfloat16", False),
+    (262144, "float32", False), (3000001, "float32", False),
+]  # fmt: skip
 
 
 @on_a_gpu

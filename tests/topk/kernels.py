@@ -101,11 +101,13 @@ def judge_topk(got, x, k, names, where, temperature, log, dtype, exact_exp=True)
 
 
 # (V, dtype, k, rows)
-TOPK_SHORT = [(2, F16, 2, FEW), (8, BF16, 5, ALL), (100, F32, 64, FEW), (129, F16, 33, FEW)]
-TOPK_SHORT += [(512, BF16, 8, FEW), (1003, F32, 5, FEW), (1003, BF16, 30, FEW), (1, F32, 1, FEW)]
-TOPK_SHORT += [(2, BF16, 1, FEW), (7, F32, 7, ALL), (8, F16, 8, FEW), (128, F32, 5, ALL)]
-TOPK_SHORT += [(128, BF16, 64, FEW), (512, F32, 1, FEW), (1024, F32, 2, FEW), (64, F32, 64, ALL)]
-TOPK_SHORT += [(512, F32, 100, FEW), (1000, BF16, 200, FEW)]
+TOPK_SHORT = [
+    (2, F16, 2, FEW), (8, BF16, 5, ALL), (100, F32, 64, FEW), (129, F16, 33, FEW),
+    (512, BF16, 8, FEW), (1003, F32, 5, FEW), (1003, BF16, 30, FEW), (1, F32, 1, FEW),
+    (2, BF16, 1, FEW), (7, F32, 7, ALL), (8, F16, 8, FEW), (128, F32, 5, ALL),
+    (128, BF16, 64, FEW), (512, F32, 1, FEW), (1024, F32, 2, FEW), (64, F32, 64, ALL),
+    (512, F32, 100, FEW), (1000, BF16, 200, FEW),
+]  # fmt: skip
 
 
 def neighbours(v):
@@ -140,12 +142,14 @@ def bunched(v):
 # (plan, dtype, k, rows). One part: several steps; groups smaller than a step; rows that are not aligned to 16 bytes,
 # single and several to a row of the view; whole blocks; a short rest. Several parts: merged by one launch, and by two
 # (1400 winners).
-WINDOWS = [(Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]), (Window(2007, 8, 2, 1), BF16, 300, FEW)]
-WINDOWS += [(Window(1003, 4, 1, 1, 2), F32, 5, FEW), (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"])]
-WINDOWS += [(Window(1024, 4, 2, 2), F32, 64, FEW), (Window(2007, 4, 1, 1), F32, 5, FEW)]
-WINDOWS += [(Window(1021, 4, 2, 1), F32, 128, ALL), (Window(1003, 8, 4, 4, 3), BF16, 128, FEW)]
-WINDOWS += [(Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"])]
-WINDOWS += [(Window(100, 4, 8, 1), F32, 100, FEW)]  # fewer groups than winners
+WINDOWS = [
+    (Window(1004, 8, 4, 2), F16, 33, [*FEW, "constant"]), (Window(2007, 8, 2, 1), BF16, 300, FEW),
+    (Window(1003, 4, 1, 1, 2), F32, 5, FEW), (Window(4203, 4, 8, 4, 3), F32, 1400, ["integers"]),
+    (Window(1024, 4, 2, 2), F32, 64, FEW), (Window(2007, 4, 1, 1), F32, 5, FEW),
+    (Window(1021, 4, 2, 1), F32, 128, ALL), (Window(1003, 8, 4, 4, 3), BF16, 128, FEW),
+    (Window(2048, 8, 2, 2, 5), F16, 1, [*FEW, "constant"]),
+    (Window(100, 4, 8, 1), F32, 100, FEW),  # fewer groups than winners
+]  # fmt: skip
 
 
 def crowded(v, k, dtype):

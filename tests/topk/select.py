@@ -114,12 +114,14 @@ def offset_of(plan):
 
 
 # One CTA and clusters; one block and several; rows that do not start at multiples of 16 bytes; lists that overflow.
-PLANS = [(SelectPlan(8192, 2048, 1, 2, 6144, 1), "float32"), (SelectPlan(20001, 700, 4, 2, 2112, 2), "bfloat16")]
-PLANS += [(SelectPlan(16384, 256, 8, 1, 2048, 2), "float16"), (SelectPlan(20001, 700, 2, 4, 2112, 1), "float32")]
-PLANS += [(SelectPlan(2500, 2048, 1, 2, 2528, 1), "bfloat16"), (SelectPlan(70000, 100, 16, 2, 2048, 4), "float32")]
-PLANS += [(SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"), (SelectPlan(20001, 5, 2, 4, 2048, 4), "float32")]
-PLANS += [(SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"), (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16")]
-PLANS += [(SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16")]
-# Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
-PLANS += [(registers_plan(8192, 2048, 1, 128), "bfloat16"), (registers_plan(4096, 512, 4, 32), "float32")]
-PLANS += [(registers_plan(7001, 900, 2, 128), "float16")]
+PLANS = [
+    (SelectPlan(8192, 2048, 1, 2, 6144, 1), "float32"), (SelectPlan(20001, 700, 4, 2, 2112, 2), "bfloat16"),
+    (SelectPlan(16384, 256, 8, 1, 2048, 2), "float16"), (SelectPlan(20001, 700, 2, 4, 2112, 1), "float32"),
+    (SelectPlan(2500, 2048, 1, 2, 2528, 1), "bfloat16"), (SelectPlan(70000, 100, 16, 2, 2048, 4), "float32"),
+    (SelectPlan(12345, 4096, 2, 2, 12288, 1), "float32"), (SelectPlan(20001, 5, 2, 4, 2048, 4), "float32"),
+    (SelectPlan(9001, 1, 1, 1, 2048, 4), "bfloat16"), (SelectPlan(30001, 700, 2, 4, 3456, 1, 128), "bfloat16"),
+    (SelectPlan(20001, 512, 1, 2, 2048, 1, 32), "float16"),
+    # Rows in registers: full ones, and one that does not start at a multiple of 16 bytes.
+    (registers_plan(8192, 2048, 1, 128), "bfloat16"), (registers_plan(4096, 512, 4, 32), "float32"),
+    (registers_plan(7001, 900, 2, 128), "float16"),
+]  # fmt: skip

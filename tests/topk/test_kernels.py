@@ -46,8 +46,11 @@ def test_rows_interpreted(plan, dtype, k, names, check):
     check(x, k, names, plan if isinstance(plan, Window) else short(len(names), v, k, dtype))
 
 
-def test_windows_cover_every_kind():
-    """Merges of merges, and rows that overflow the list. These run on a GPU only: the twins sort all elements."""
+def test_windows_are_merged_and_crowded_rows_overflow():
+    """WINDOWS have no merge, one, and merges of merges. The rows of CROWDED overflow the list.
+
+    Rows of CROWDED run on a GPU only, because the twins sort all elements.
+    """
     assert {kernels.launches_that_merge(plan, k) for plan, _, k, _ in WINDOWS} == {0, 1, 2}
     for plan, dtype, k in CROWDED:
         keys = oracle.order_key(np.stack([*kernels.crowded(plan.vocab, k, dtype)[0].values()]).astype(dtype))

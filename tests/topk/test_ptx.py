@@ -72,11 +72,13 @@ def keys_of(rng, n, kind):
     return rng.integers(-(2**31), 2**31, n)
 
 
-RANKED = [(300, 500, "bfloat16 around 0"), (70, 110, "one far above"), (128, 140, "special")]
-RANKED += [(5, 6, "spread"), (128, 140, "spread"), (128, 256, "anything"), (70, 110, "equal")]
-RANKED += [(300, 340, "spread"), (300, 340, "one far above"), (2048, 2400, "spread")]
-RANKED += [(300, 500, "around 0"), (300, 500, "bfloat16"), (90, 96, "bfloat16 special")]
-RANKED += [(300, 500, "special"), (300, 500, "bfloat16 special"), (1024, 1400, "uniform")]
+RANKED = [
+    (300, 500, "bfloat16 around 0"), (70, 110, "one far above"), (128, 140, "special"),
+    (5, 6, "spread"), (128, 140, "spread"), (128, 256, "anything"), (70, 110, "equal"),
+    (300, 340, "spread"), (300, 340, "one far above"), (2048, 2400, "spread"),
+    (300, 500, "around 0"), (300, 500, "bfloat16"), (90, 96, "bfloat16 special"),
+    (300, 500, "special"), (300, 500, "bfloat16 special"), (1024, 1400, "uniform"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("k", "n", "kind"), first(4, RANKED))
@@ -146,8 +148,10 @@ def test_rank_lists(shape, kind):
     assert_ranked(memory, ranked, keys, indices)
 
 
-BOUNDS = [(896, 128, "spread"), (256, 30, "special"), (128, 5, "one far above"), (256, 200, "anything")]
-BOUNDS += [(256, 200, "equal"), (6272, 2048, "spread")]
+BOUNDS = [
+    (896, 128, "spread"), (256, 30, "special"), (128, 5, "one far above"), (256, 200, "anything"),
+    (256, 200, "equal"), (6272, 2048, "spread"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("groups", "k", "kind"), first(2, BOUNDS))
@@ -191,12 +195,14 @@ def search_memory(window, x, k, low):
     return memory, {**starts, "low": low, "high": low + window.vocab, "origin": -low}
 
 
-COLLECTED = [(Window(2007, 4, 8, 8), F32, 130), (Window(2007, 4, 8, 4, compact=True), F32, 130)]
-COLLECTED += [(Window(1024, 4, 8, 8), F32, 40)]  # fewer blocks than a group has
-COLLECTED += [(Window(2048, 4, 2, 2), F32, 40)]  # no element is outside the row
-COLLECTED += [(Window(1024, 4, 2, 2), F32, 1000)]  # more than the list has room for
-COLLECTED += [(Window(1024, 4, 2, 1), F32, 200), (Window(9003, 8, 4, 4), BF16, 140), (Window(2048, 8, 2, 2), BF16, 100)]
-COLLECTED += [(Window(4001, 4, 8, 1, compact=True), F32, 255), (Window(2048, 4, 2, 2, compact=True), F32, 1500)]
+COLLECTED = [
+    (Window(2007, 4, 8, 8), F32, 130), (Window(2007, 4, 8, 4, compact=True), F32, 130),
+    (Window(1024, 4, 8, 8), F32, 40),  # fewer blocks than a group has
+    (Window(2048, 4, 2, 2), F32, 40),  # no element is outside the row
+    (Window(1024, 4, 2, 2), F32, 1000),  # more than the list has room for
+    (Window(1024, 4, 2, 1), F32, 200), (Window(9003, 8, 4, 4), BF16, 140), (Window(2048, 8, 2, 2), BF16, 100),
+    (Window(4001, 4, 8, 1, compact=True), F32, 255), (Window(2048, 4, 2, 2, compact=True), F32, 1500),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -272,13 +278,15 @@ def test_search(kind, search):
         assert_ranked(memory, at, raw_keys(x)[best], best)
 
 
-MERGED = [(Tile(32, 4, 8, 2), 57, 8)]  # the list of a lane halves with each merge
-MERGED += [(Tile(4, 32, 8, 1), 256, 8)]  # short lists
-MERGED += [(Tile(256, 2, 2, 1), 3, 1)]  # several rows per thread
-MERGED += [(Tile(8, 16, 1, 3), 47, 2)]  # more lanes than winners; single elements
-MERGED += [(Tile(32, 4, 8, 4), 128, 5), (Tile(8, 16, 4, 5), 319, 16), (Tile(64, 2, 8, 4), 64, 15)]
-MERGED += [(Tile(4, 32, 8, 8), 2048, 5), (Tile(4, 32, 8, 8), 2041, 2000), (Tile(16, 8, 8, 8), 512, 200)]
-MERGED += [(Tile(16, 8, 8, 6), 384, 8)]
+MERGED = [
+    (Tile(32, 4, 8, 2), 57, 8),  # the list of a lane halves with each merge
+    (Tile(4, 32, 8, 1), 256, 8),  # short lists
+    (Tile(256, 2, 2, 1), 3, 1),  # several rows per thread
+    (Tile(8, 16, 1, 3), 47, 2),  # more lanes than winners; single elements
+    (Tile(32, 4, 8, 4), 128, 5), (Tile(8, 16, 4, 5), 319, 16), (Tile(64, 2, 8, 4), 64, 15),
+    (Tile(4, 32, 8, 8), 2048, 5), (Tile(4, 32, 8, 8), 2041, 2000), (Tile(16, 8, 8, 8), 512, 200),
+    (Tile(16, 8, 8, 6), 384, 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tile", "vocab", "k"), first(2, MERGED), ids=str)
@@ -312,11 +320,13 @@ def test_the_lowest_key_comes_before_padding(vocab, k, lowest):
     kernels.assert_merged(tile, vocab, k, raw_keys(x))
 
 
-# Tiles of 16 rows have two rows per thread.
-MERGED_32 = [(Tile(32, 4, 4, 4), 64, 2), (Tile(8, 16, 4, 2), 128, 33), (Tile(16, 16, 1, 5), 77, 76)]
-MERGED_32 += [(Tile(4, 32, 4, 4), 512, 16), (Tile(4, 32, 4, 4), 512, 64), (Tile(4, 32, 4, 4), 512, 512)]
-MERGED_32 += [(Tile(8, 16, 4, 8), 500, 200), (Tile(4, 32, 4, 8), 1021, 1000), (Tile(16, 8, 4, 8), 256, 8)]
-MERGED_32 += [(Tile(16, 8, 4, 4), 128, 4), (Tile(16, 16, 1, 5), 77, 1)]
+# Tile(16, 16, 1, 5) has two rows per thread.
+MERGED_32 = [
+    (Tile(32, 4, 4, 4), 64, 2), (Tile(8, 16, 4, 2), 128, 33), (Tile(16, 16, 1, 5), 77, 76),
+    (Tile(4, 32, 4, 4), 512, 16), (Tile(4, 32, 4, 4), 512, 64), (Tile(4, 32, 4, 4), 512, 512),
+    (Tile(8, 16, 4, 8), 500, 200), (Tile(4, 32, 4, 8), 1021, 1000), (Tile(16, 8, 4, 8), 256, 8),
+    (Tile(16, 8, 4, 4), 128, 4), (Tile(16, 16, 1, 5), 77, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

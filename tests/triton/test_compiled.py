@@ -124,6 +124,31 @@ def miscompiled(ttgir):
     ]
 
 
+TTGIR = """#blocked = #ttg.blocked<{threadsPerWarp = [1, 32], warpsPerCTA = [1, 8], order = [1, 0]}>
+#linear = #ttg.linear<{register = [[2, 0]], lane = [[8, 0], [16, 0]], warp = [[256, 0], [512, 0], [0, 1]], block = []}>
+#linear1 = #ttg.linear<{register = [], lane = [[0, 1, 0]], warp = [[1, 0, 0], [0, 0, 0], [0, 0, 1]], block = []}>
+#linear2 = #ttg.linear<{register = [[2, 0]], lane = [[8, 0], [16, 0]], warp = [[256, 0], [0, 1], [1, 0]], block = []}>
+#linear3 = #ttg.linear<{register = [[2]], lane = [[8], [16]], warp = [[1], [0], [0]], block = []}>
+    %a = "tt.reduce"(%x) <{axis = 1 : i32}> ({
+    ^bb0(%l: i64, %r: i64):
+      %m = arith.maxsi %l, %r : i64 loc(#loc336)
+      tt.reduce.return %m : i64 loc(#loc317)
+    }) : (tensor<512x2xi64, LAYOUT>) -> tensor<512xi64, #ttg.slice<{dim = 1, parent = #blocked}>> loc(#loc317)
+"""
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong"),
+    [("#blocked", False), ("#linear", False), ("#linear1", True), ("#linear2", True), ("#linear3", False)],
+)
+def test_miscompiled_layouts_are_detected(layout, wrong):
+    """The layouts are Triton 3.6's for the plan with groups=2048, and for plans that work, also sliced."""
+    for text in (layout, f"#ttg.slice<{{dim = 1, parent = #ttg.slice<{{dim = 2, parent = {layout}}}>}}>"):
+        ttgir = TTGIR.replace("LAYOUT", text)
+        assert [layout for _, layout, _ in reductions(ttgir)] == [layout[1:]]
+        assert [layout for _, layout, _ in miscompiled(ttgir)] == [layout[1:]] * wrong
+
+
 ROWS = 4000
 # name: (operation, or k of top-k), rows, V, dtype, and the shape of a mask; the kernels of the launches. Launches that
 # fill the registers are compiled for every GPU. The others are compiled for the oldest GPU only: they leave registers

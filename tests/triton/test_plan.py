@@ -47,13 +47,14 @@ def merges(plan):
 def test_plan(op, dtype, plans):
     for shape, says in plans.items():
         plan = triton_plan.plan_softmax(op, *shape, dtype)
-        assert says == (plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1)))
+        got = plan.rows if isinstance(plan, Block) else (plan.parts, 1 + (plan.parts > 1))
+        assert (shape, got) == (shape, says)
 
 
 @pytest.mark.parametrize(("dtype", "plans"), TOPK_PLANS, ids=str)
 def test_topk_plan(dtype, plans):
     for shape, launches in plans.items():
-        assert len(merges(triton_plan.plan_topk(*shape, dtype))) == launches
+        assert (shape, len(merges(triton_plan.plan_topk(*shape, dtype)))) == (shape, launches)
 
 
 def assert_parts(plan, vocab, step):

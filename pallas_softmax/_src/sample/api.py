@@ -85,7 +85,7 @@ def sample(
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
       mode: "low", "high" or "highest": the resolution of the noise, as for `jax.random.gumbel`. None is "high" if
         jax_high_dynamic_range_gumbel is set, else "low". Kernels draw in the mode "low", with threefry keys.
-      axis_name: as for `fused_topk`. All other arguments are the same on all devices. Indices count in the whole row.
+      axis_name: as for `fused_topk`. All other arguments are the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:

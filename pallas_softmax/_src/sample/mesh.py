@@ -73,7 +73,6 @@ def _on_whole_rows(run_shard, arrays, static, mesh_axes):
     """Each device receives some whole rows, and runs the operation on them."""
     logits, where, *per_row = arrays
     where = None if where is None else jnp.broadcast_to(where, (*where.shape[:-1], logits.shape[-1]))
-
     return on_whole_rows(mesh_axes, lambda row, own: run_shard(None, (*row, *own), static), (logits, where), per_row)
 
 

@@ -88,6 +88,7 @@ def _launch(x, mask: Mask | None, lengths, k: int, plan: SelectPlan, fill) -> li
         length = jnp.int32(vocab) if lengths_gmem is None else number_of_row(lengths_gmem, row)
         masking = {} if mask is None else {"mask_row": mask.row(row)}
         numbers = {"row": row, "part": cta_number("part", plan.ctas), "length": length, **masking}
+        # the operands of the program; `scratch_types` has its names too
         refs = {"x": x_gmem, "values": values_gmem, "indices": indices_gmem, **smem}
         _select(plan, fill, refs if mask is None else refs | {"mask": mask_gmem}, numbers)
 

@@ -174,7 +174,7 @@ class _StripsOfCta:
             line = laid_out(lax.broadcasted_iota(jnp.int32, tile.shape, 0), tiles.layout(tile))
             held = plan.vocab - self._place(number)[1]  # lines of the array from this step on
             terms = [jnp.where(line < held - i * tile.rows, term, neutral) for i, term in enumerate(terms)]
-        lanes = formula.reduction.add(lanes, terms, number)
+        lanes = formula.reduction.add(lanes, terms, number)  # columns have no reduction that uses the number
         if formula.value is None and self._refills:
             plgpu.commit_smem()  # all threads have read the slot
             self.load(number + plan.slots)

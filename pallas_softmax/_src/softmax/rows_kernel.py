@@ -40,10 +40,10 @@ def compute_row(job: Job, refs: Refs) -> None:
         place = part_place(parts.cut, refs.x_gmem[0].shape, per_cta=parts.per_cta, number=number)
         return Segment(job, refs, place, number * parts.walk.steps, smem_start=number * parts.length)
 
-    if parts.per_cta > 1:
+    if parts.per_cta > 1:  # their numbers are traced, so each stage makes its own objects
         _for_each(parts.per_cta, lambda number: segment_of(number).load())
         _reduce_merge_write(job, refs, segment_of)
-    else:
+    else:  # the object keeps its edges in registers from stage to stage
         segment = segment_of(0)
         segment.load()
         _reduce_merge_write(job, refs, lambda number: segment)
@@ -60,7 +60,7 @@ def _reduce_merge_write(job: Job, refs: Refs, segment_of: Callable[[Any], Segmen
     """Reduces the segments segment_of(number) while they are loaded, and merges and writes the row."""
     each = functools.partial(_for_each, job.plan.per_cta)
     each(lambda number: segment_of(number).reduce(number))  # step by step; waits until each has arrived
-    formula = segment_of(0).formula
+    formula = segment_of(0).formula  # with the row's temperature
     total = merged_row(job, refs, formula.reduction)
     if formula.counts:
         total = _recounted(job, refs, segment_of, total)
@@ -195,9 +195,9 @@ def _launch(job: Job, kernel, out_type: list[jax.ShapeDtypeStruct], reductions=N
     if parts.ctas > 1:
         scratch["cluster_barrier"] = plgpu.ClusterBarrier(collective_axes=("part",))
 
-    def body(x, mask, scale, label, reductions, *out, **scratch):
-        refs = Refs(x, out, mask_gmem=mask, scale_gmem=scale, label_gmem=label, reductions_gmem=reductions, **scratch)
-        kernel(job, refs)
+    def body(x_gmem, mask_gmem, scale_gmem, label_gmem, reductions_gmem, *out_gmem, **scratch):
+        inputs = {"mask_gmem": mask_gmem, "scale_gmem": scale_gmem, "label_gmem": label_gmem}
+        kernel(job, Refs(x_gmem, out_gmem, reductions_gmem=reductions_gmem, **inputs, **scratch))
 
     arrays = [a.reshape(parts.view(job.rows)) for a in job.arrays]
     mask = None if job.mask is None else job.mask.array

@@ -51,8 +51,10 @@ def softmax_rows(op: str, plan: Block | Long, x, where, *dy, axes: tuple[int, ..
 def _launch_long(long_kernel, plan: Long, inputs, out: jax.ShapeDtypeStruct, constants) -> jax.Array:
     """Launches the kernel of long rows: once, or for rows in several parts once to reduce and once to write."""
     rows, x = constants["ROWS"], inputs[1]
-    constants = constants | {"PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1), "LENGTH": plan.length}
-    constants |= {"DEPTH": plan.depth, "WIDTH": plan.width}
+    constants = constants | {
+        "PARTS": plan.parts, "SLOTS": power_of_two(plan.parts, 1),
+        "LENGTH": plan.length, "DEPTH": plan.depth, "WIDTH": plan.width,
+    }  # fmt: skip
 
     def launch_phase(normalizers, out, grid, **phase: bool):
         (result,) = launch(long_kernel, (*inputs, normalizers), [out], grid, plan.warps, **constants, **phase)

@@ -231,14 +231,14 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
     window = p.window
     with p.loop() as leave:
         leave(mask.equals(0) | (entry >= p.capacity))
-        groups, elements = [], []
+        chosen, elements = [], []
         for i in range(2 if p.capacity <= _FEW_CANDIDATES else 4):
             inside = entry + i < p.capacity
             choose, bit = inside & mask.differs(0), p.lowest_bit(mask)
             p.update(mask, "and", mask - 1)
             group = p.multiply_add(bit >> log2(window.group_size), WARPGROUP, turn)
-            groups.append((choose, bit, p.load_hit(group, choose) if listed else group))
-        for choose, bit, group in groups:
+            chosen.append((choose, bit, p.load_hit(group, choose) if listed else group))
+        for choose, bit, group in chosen:
             in_group = bit & (window.group_size - 1)
             block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
             position = p.first_position(group) + p.multiply_add(block, window.block_size, in_vector)

@@ -40,8 +40,10 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
     x, mask, temperatures, unfold = fold_topk(logits, where, temperature if normalized else jnp.ones((1, 1)))
     (rows, vocab), slots = x.shape, plan.slots
     mask_array, mask_constants = mask_arguments(mask, x)
-    constants = {"ROWS": rows, "K": k, "SLOTS": slots, "SCALAR": temperatures.shape == (1,)}
-    constants |= {"LOG": log if normalized else None, "SCALED": scaled and normalized, "WHERE": mask_constants["WHERE"]}
+    constants = {
+        "ROWS": rows, "K": k, "SLOTS": slots, "WHERE": mask_constants["WHERE"],
+        "LOG": log if normalized else None, "SCALAR": temperatures.shape == (1,), "SCALED": scaled and normalized,
+    }  # fmt: skip
 
     def run(kernel, inputs, parts, warps, **of_kernel):
         """Launches a kernel. Returns values, indices and normalizers of `parts` lists of winners of each row.
@@ -54,8 +56,10 @@ def topk(plan: Slabs, logits, where, temperature, *, k, log, dtype, scaled=True)
         results = [values, indices, jax.ShapeDtypeStruct((2, rows, parts), jnp.float32)]
         return launch(kernel, inputs, results, (rows, parts), warps, PARTS=parts, **constants, **of_kernel)
 
-    of_row = {"V": vocab, "MASK": mask_constants["MASK"], "LENGTH": plan.length}
-    of_row |= {"GROUPS": plan.groups, "VEC": plan.vec, "LEVELS": plan.levels}
+    of_row = {
+        "V": vocab, "MASK": mask_constants["MASK"],
+        "LENGTH": plan.length, "GROUPS": plan.groups, "VEC": plan.vec, "LEVELS": plan.levels,
+    }  # fmt: skip
     found = run(topk_kernel, (x, mask_array, temperatures), plan.parts, plan.warps, **of_row)
     lists = plan.parts
     while lists > 1:

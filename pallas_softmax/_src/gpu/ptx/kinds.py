@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-BITS = {"u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1}
-BITS |= {"f16": 16, "bf16": 16, "f32": 32, "u16x2": 32, "s16x2": 32, "f16x2": 32, "bf16x2": 32}
+BITS = {
+    "u8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "pred": 1,
+    "f16": 16, "bf16": 16, "f32": 32, "u16x2": 32, "s16x2": 32, "f16x2": 32, "bf16x2": 32,
+}  # fmt: skip
 FLOATS = {"f16", "bf16", "f32"}
 _INTEGERS = {f"i{bits}": (f"u{bits}", f"s{bits}") for bits in (16, 32, 64)} | {"i16x2": ("u16x2", "s16x2")}
 _SEVERAL = _INTEGERS | {
