@@ -244,7 +244,7 @@ def _static_k(x, k) -> int:
 # --- The algorithms in jax.numpy ----------------------------------------------------------------------
 
 
-def _naive_normalizer(x):
+def _naive_normalizer(x):  # m is 0: nothing is subtracted
     return 0, jnp.sum(jnp.exp(x), -1, keepdims=True)
 
 

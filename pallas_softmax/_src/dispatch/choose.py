@@ -94,7 +94,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The choice shown is for one slice of a `jax.vmap`, and
     for the whole of a sharded array. When the function runs, the choice is made again for the batch and for each
-    device's shard. If a mesh divides the experts of `route`, it gathers the logits; the choice does not show this.
+    device's shard. If a mesh divides the experts, `route` gathers the logits; the choice does not show this.
 
     Args:
       function: a function of this package, or one of yours that calls such functions. A part of it that `jax.jit` has

@@ -14,7 +14,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The argument `interpret` of `pallas_call`, and the twins by file and name of the function: "blocks.load_as". Tests set
-# it. `jax.jit` does not cache by it, so a jitted function must run always with it or always without.
+# it. `jax.jit` does not cache by it, so a jitted function must take `interpret()` as a static argument, or run either
+# always with it or always without.
 INTERPRETER: ContextVar[tuple[Any, Mapping[str, Callable[..., Any]]]] = ContextVar("interpreter")
 _ON_GPU = None, {}
 

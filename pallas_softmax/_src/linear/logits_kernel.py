@@ -143,7 +143,7 @@ def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, h
 _STATIC = "epilogue", "name", "results", "stored", "head", "interpreted"
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # JAX traces and lowers equal calls only once
+@functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # JAX traces equal calls only once
 def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head, interpreted):
     """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
     del interpreted  # only tells calls apart

@@ -136,6 +136,7 @@ class Statistics(NamedTuple):
         several = self.label_logit.ndim > self.normalizer.m.ndim
         sums = [a for a in (None if several else self.label_logit, self.total) if a is not None]
         position = None if self.argmax is None else self.argmax + lax.axis_index(mesh_axes) * vocab
+        # the others are in the order of `sums`, and then the position
         normalizer, *others = combine_shards(self.normalizer, mesh_axes, *sums, position=position)
         label_logit = lax.psum(self.label_logit, mesh_axes) if several else others.pop(0)
         total, argmax = (None if a is None else others.pop(0) for a in (self.total, self.argmax))

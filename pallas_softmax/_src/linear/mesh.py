@@ -78,8 +78,10 @@ def _under_vmap(choice: Choice, static: dict[str, Any], arrays: tuple) -> Any:
             slices = tuple(jax.tree.leaves(in_batched)), *slices
             out = _under_vmap(choice, static | {"slices": slices}, arrays)
         else:
-            x, _, _, *per_token = jax.tree.map(
-                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)), arrays, tuple(in_batched)
+            x, *per_token = jax.tree.map(
+                lambda a, b: a if b else jnp.broadcast_to(a, (axis_size, *a.shape)),
+                [arrays[0], *arrays[3:]],
+                [in_batched[0], *in_batched[3:]],
             )
             out = call(x, w, columns, *per_token)
         return out, jax.tree.map(lambda _: True, out)
@@ -106,7 +108,7 @@ def lay_out(arrays: tuple, head: Head, mesh_axes: tuple[str, ...], *, gathered: 
         return x, *vary_together(w, columns, over=mesh_axes), *per_token
     names, _, sizes = _names(PROJECTION, arrays, {"head": head}, ())
     specs = [jax.typeof(a).sharding.spec for a in leaves]
-    as_taken, as_gradients, _ = _layout(names, names, sizes, None, specs, mesh.shape)
+    as_taken, as_gradients, _ = _specs_and_layout(names, names, sizes, None, specs, mesh.shape)
     specs = as_taken if gathered else as_gradients
     laid = [jax.sharding.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(leaves, specs)]
     return jax.tree.unflatten(tree, laid)
@@ -223,8 +225,8 @@ def _sum_over(part: jax.Array, dtype, axes: tuple[str, ...], divided: dict, chan
 def _dimensions(choice: Choice, arrays: tuple, keywords: dict[str, Any], results: Any) -> Dimensions:
     arguments, of_results, sizes = _names(choice.call.operation, arrays, keywords, results)
     undivided = [name for name in ("d", "k") if name in sizes]
-    lay_out = functools.partial(_layout, arguments, of_results, sizes, keywords.get("given"))
-    return Dimensions(arguments, of_results, undivided, lay_out)
+    specs = functools.partial(_specs_and_layout, arguments, of_results, sizes, keywords.get("given"))
+    return Dimensions(arguments, of_results, undivided, specs)
 
 
 _Names = list[tuple[str, ...]]
@@ -235,7 +237,7 @@ def _names(operation: Operation, arrays: tuple, keywords: dict[str, Any], result
 
     The names are "b0", "b1", ... for the tokens; "v"; "d" for D of x, and "e" for D of w, because a mesh may divide
     dw along D where it does not divide dx. A further dimension of a token's numbers is "k": labels, winners,
-    weights, noise, or D' of a teacher. Vmaps add "s0", "s1", ...
+    weights, noise, filters, or D' of a teacher. Its size may differ, because no mesh divides it. Vmaps add "s0", ...
     """
     slices = keywords.get("slices", ())
     leaves, tree = jax.tree.flatten(arrays)
@@ -263,15 +265,15 @@ def _names(operation: Operation, arrays: tuple, keywords: dict[str, Any], result
     return of_arguments, of_results, sizes
 
 
-def _layout(
-    arguments: _Names, results: _Names, sizes: dict[str, int], given_specs, specs, mesh_sizes
+def _specs_and_layout(
+    arguments: _Names, results: _Names, sizes: dict[str, int], before_gather, specs, mesh_sizes
 ) -> tuple[list[P], list[P], _Layout]:
     """Returns the specs of the arguments and of `results`, and the layout. A result with D or V is a gradient.
 
-    The first arrays have the specs of `given_specs`, if there are any, in place of `specs`.
+    The first arrays have the specs `before_gather`, if there are any, in place of `specs`.
     """
-    if given_specs:
-        own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, given_specs)]
+    if before_gather:
+        own = [P(*spec[: len(spec) - len(given)], *given) for spec, given in zip(specs, before_gather)]
         specs = [*own, *specs[len(own) :]]
     slices, tokens = ([name for name in sizes if name[0] == first] for first in "sb")
     given = [*zip(specs, arguments)]

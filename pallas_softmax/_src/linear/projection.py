@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src.dispatch.mesh_types import rounded_sum
-from pallas_softmax._src.linear.chunks import chunk_rows, on_kept_rows, over_chunks
+from pallas_softmax._src.linear import chunks
 from pallas_softmax._src.linear.losses import Coefficients, Columns, Head, Statistics, Tokens
 from pallas_softmax._src.normalizers import Normalizer
 
@@ -74,7 +74,7 @@ class Projection:
         def computed(rows):
             return self.in_chunks(step, rows, bytes_per_logit), None
 
-        return on_kept_rows(computed, tokens.kept, (x, tokens), left_out=1)[0]
+        return chunks.on_kept_rows(computed, tokens.kept, (x, tokens), left_out=1)[0]
 
     def in_chunks(self, step: Callable, rows: tuple, bytes_per_logit: float) -> Any:
         """Returns step(*rows), computed chunk by chunk.
@@ -84,8 +84,8 @@ class Projection:
           rows: trees of arrays (n, ...); the first one is an array.
         """
         n = rows[0].shape[0]
-        size = chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
-        return over_chunks(n, size, lambda chunk, _: (step(*chunk.slice(rows)), None), with_sums=False)[0]
+        size = chunks.chunk_rows(n, self.vocab, bytes_per_logit, self.workspace_bytes)
+        return chunks.over_chunks(n, size, lambda chunk, _: (step(*chunk.slice(rows)), None), with_sums=False)[0]
 
     def with_own_labels(self, tokens: Tokens, x) -> Tokens:
         """Returns the tokens with labels as columns of this device; without labels, with -1, which is no column."""
@@ -97,7 +97,10 @@ class Projection:
         return tokens._replace(labels=labels)
 
     def dx(self, dz, factor) -> jax.Array:
-        """Returns dz @ w.T times a number for each row, summed over the mesh axes unless `partial_dx`."""
+        """Returns dz @ w.T times a number for each row, in the dtype of dz, summed over the mesh axes.
+
+        With `partial_dx` it is not summed, and has the dtype of the arithmetic.
+        """
         dx = dot(dz, self.w, (1, 0 if self.head.transpose_w else 1), self.head) * factor[:, None]
         if self.partial_dx:
             return dx

@@ -118,7 +118,7 @@ def route(
         )
     wide = jnp.dtype(floating if jnp.finfo(floating).bits >= 32 else jnp.float32)
     added: Any = bias
-    if bias is None and chosen.count > 1:
+    if bias is None and chosen.count > 1:  # the kernels of groups need a bias
         added = jnp.zeros((experts,), wide)
     if added is not None:
         added = arguments.real_array(name, "bias", added).astype(wide)
@@ -137,6 +137,8 @@ def route(
 
 
 def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
+    """Returns the checked groups; one group if all take part."""
+
     def bounded(argument: str, value, most: int, wanted: str) -> int:
         number = 0 if value is None else arguments.static_int(name, argument, value)
         if not 1 <= number <= most:

@@ -85,7 +85,7 @@ def sample(
       where: boolean, broadcastable to `logits`. A masked position is never drawn.
       mode: "low", "high" or "highest": the resolution of the noise, as for `jax.random.gumbel`. None is "high" if
         jax_high_dynamic_range_gumbel is set, else "low". Kernels draw in the mode "low", with threefry keys.
-      axis_name: as for `fused_topk`. All other arguments are the same on all devices.
+      axis_name: as for `fused_topk`. Arguments other than `logits` and `where` are the same on all devices.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:
@@ -164,7 +164,7 @@ def filter_logits(
       temperature: as for `sample`, and so are `top_k`, `top_p` and `min_p`. At temperature 0 the first entry of the
         row's order gets 0, and the others -inf.
       where: boolean, broadcastable to `logits`. A masked position gets -inf.
-      axis_name: as for `sample`. The result is this device's shard.
+      axis_name: as for `fused_topk`, but the result is this device's shard.
       implementation: None chooses the best one (see `explain`); "mosaic_gpu" or "xla" names one.
 
     Returns:

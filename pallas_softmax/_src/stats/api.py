@@ -73,9 +73,9 @@ def token_stats(
       masked positions, has NaN `entropy` and `log_probs`; its `logsumexp` is as in `logsumexp`. A label at a masked
       position has the log-probability -inf, and a label out of range has NaN. A result that is not finite has the
       derivative 0.
-      Among equal logits, the lowest index ranks first, and +0 is above -0. A label out of range, or at a masked
-      position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied largest logits, and
-      `logsumexp` is +inf, -inf or this log, by the sign of the largest logit.
+      `rank` counts unmasked logits. Among equal ones, the lowest index comes first, and +0 is above -0. A label out of
+      range, or at a masked position, has the rank 0. At temperature 0, `entropy` is the log of the number of tied
+      largest logits, and `logsumexp` is +inf, -inf or this log, by the sign of the largest logit.
 
     Raises:
       TypeError, NotImplementedError: as `fused_topk`. TypeError also if `labels` are not integers, or `rank` is not a
