@@ -37,7 +37,10 @@ from pallas_softmax._src.jax_internals import stage_constants
 
 
 def as_rows(choice: Choice, *arrays: Any, **static: Any) -> Any:
-    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard."""
+    """Runs a call. Under a vmap the choice is made anew for all rows, and on a mesh for each device's shard.
+
+    `static` are the keywords of the operation, such as the axes of a row.
+    """
     choice.required_cuda()  # raises if the named implementation refuses
     with stage_constants():
         if is_visible(choice, arrays):

@@ -275,7 +275,7 @@ def coefficients(statistics: Statistics, weights: jax.Array, tokens: Tokens, voc
     weights of the losses, the entropies, and logsumexp. The gradient is 0 in a row with no other weight than 0, and at
     temperature 0.
     """
-    m, d, *t = statistics.normalizer
+    m, d, *t = statistics.normalizer  # t only for `Head.entropy`
     weightless = tokens.at_0(True, is_weightless(weights))
     if tokens.temperature is not None:
         weights = weights / like_labels(tokens.divisor, weights)

@@ -339,7 +339,7 @@ class Segment:
             plgpu.commit_smem()
             source = refs.x_smem[-1].at[pl.ds(self._in_smem(i), size)]
             plgpu.copy_smem_to_gmem(source, y_gmem.at[pl.ds(start + self._in_body(i), size)])
-            if self.slots is not None:  # before step `again`, which is written first, there is none
+            if self.slots is not None:  # step `again` is written first: no step before it has to leave its slot
                 pl.when(jnp.int32(i) > self.again)(functools.partial(free_slot, i - 1, 1))
             return carry
 

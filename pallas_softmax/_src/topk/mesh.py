@@ -1,4 +1,7 @@
-"""Top-k of rows that are spread over a mesh: devices exchange two numbers and k candidates per row, never logits."""
+"""Top-k of rows that are spread over a mesh: devices exchange two numbers and k candidates per row, never logits.
+
+`RowOperation.on_mesh` describes `run_shard`.
+"""
 
 import jax.numpy as jnp
 from jax import lax
