@@ -116,12 +116,13 @@ def test_argmax_of_zeros():
 
 
 def test_one_column():
-    """With V = 1, m must equal the label's logit, and d must be 1 up to the errors of two exponentials.
+    """If one column is not masked, m must equal the label's logit, and d must be 1 up to the errors of two exponentials.
 
     The kernel computes exp(z - r) and XLA computes exp(r - m), and r rounds z = m differently from the kernel. So log d
     is up to 3e-7, in a loss with logits of about 0.01. Therefore `tests/support/linear.py` allows ulps of 1.
     """
-    x, w, labels, bias = linear.arrays(257, 64, 1, "bfloat16", bias=True, transpose_w=True)
+    x, w, _, _ = linear.arrays(257, 64, 320, "bfloat16", transpose_w=True)
+    labels, bias = jnp.full(257, 77), jnp.full(320, -jnp.inf).at[77].set(0.25)
     static = {"head": Head(transpose_w=True), "workspace_bytes": LARGE}
     run = {name: jax.jit(functools.partial(f, **static)) for name, f in mosaic_gpu.OPERATIONS.items()}
     found = run["projection"](x, w, Columns(bias), Tokens(labels))
@@ -129,7 +130,7 @@ def test_one_column():
     z, _ = linear.logits(x, w, bias=bias, transpose_w=True)
     for m, label_logit in [(s.normalizer.m, s.label_logit) for s in (found, together)]:
         np.testing.assert_array_equal(m, label_logit)
-        np.testing.assert_allclose(m, z[:, 0], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(m, z[:, 77], rtol=0, atol=2e-6)
     np.testing.assert_array_equal(found.normalizer.d, 1)
     np.testing.assert_allclose(together.normalizer.d, 1, rtol=0, atol=2**-21)
 
