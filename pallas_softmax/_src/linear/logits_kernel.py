@@ -31,7 +31,7 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
-from pallas_softmax._src.linear.plan import TILE_M, TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
+from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
 from pallas_softmax._src.linear.several_labels import ROW_LAYOUT, SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Moments, Normalizer
@@ -148,8 +148,6 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
     del interpreted  # only tells calls apart
     vocab, tiling = head.vocab(w), plan_projection(len(x))
-    if len(x) < TILE_M:  # a copy of a block that reaches beyond x is slow
-        x = jnp.pad(x, ((0, TILE_M - len(x)), (0, 0)))
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),

@@ -29,12 +29,13 @@ from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
+from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
 _LARGEST_SUM = 2.0**64
-_ADDED = 32  # sums of tiles that are added up at once
+_ADDED = 8  # sums of tiles that are added up at once
 
 
 def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
@@ -123,22 +124,24 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
 
 def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    rows, tiles = len(tokens.labels), sums.normalizer
+    rows = len(tokens.labels)
+    sums = jax.tree.map(lambda a: a[:, :rows] if a.ndim == 2 else a, sums)
+    tiles = sums.normalizer
     m = jnp.max(tiles.m, 0)
     if reference is None:
         normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=lambda a, _: _total(a))
-        normalizer = jax.tree.map(lambda a: a[:rows], normalizer)
     else:
-        d = _total(tiles.d)[:rows] * jnp.exp(reference - normalizers.shift(m[:rows]))
-        normalizer = Normalizer(m[:rows], d)
+        normalizer = Normalizer(m, _total(tiles.d) * jnp.exp(reference - normalizers.shift(m)))
     if tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
-        label_logit = jnp.sum(sums.label_logit, 0)[:rows]
-    total, argmax = None if sums.total is None else _total(sums.total)[:rows], None
+        is_column = (tokens.labels >= 0) & (tokens.labels < vocab)
+        tile = jnp.where(is_column, tokens.labels, 0) // TILE_N
+        label_logit = jnp.where(is_column, at(sums.label_logit.T, tile[:, None])[:, 0], 0)
+    total, argmax = None if sums.total is None else _total(sums.total), None
     if sums.argmax is not None:
         columns = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N + sums.argmax
-        argmax = jnp.min(normalizers.if_largest(columns, tiles.m, m), 0)[:rows]
+        argmax = jnp.min(normalizers.if_largest(columns, tiles.m, m), 0)
     return Statistics(normalizer, label_logit, total, argmax)
 
 

@@ -183,6 +183,11 @@ class _TilesOfCta:
     def steps(self) -> int:
         return pl.cdiv(self.a_gmem.shape[1], TILE_K)
 
+    @property
+    def copied_rows(self) -> int:
+        """The rows of a block of a. If a has fewer than a tile, the other rows hold anything, for results beyond a."""
+        return min(TILE_M, self.a_gmem.shape[0])
+
     def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:
         """Calls take(i, j, count) for each tile (i, j) of this CTA. Returns the CTA's number of blocks of an operand.
 
@@ -204,7 +209,7 @@ class _TilesOfCta:
     def copy(self, i, j, count) -> None:
         """Starts the copies of the blocks of tile (i, j). Each waits until its stage is consumed."""
         stages = jnp.int32(self.tiling.stages)  # lax.rem would take an int as int64 under x64
-        rows, columns = pl.ds(i * TILE_M, TILE_M), pl.ds(j * TILE_N, TILE_N)
+        rows, columns = pl.ds(i * TILE_M, self.copied_rows), pl.ds(j * TILE_N, TILE_N)
         shared = {} if self.tiling.cluster == 1 else {"collective_axes": "cluster"}
 
         def step(k, carry):
@@ -215,7 +220,8 @@ class _TilesOfCta:
                 plgpu.barrier_wait(self.consumed.at[stage])
 
             arrived = self.arrived.at[stage]
-            plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], self.a_smem.at[stage], arrived)
+            a_block = self.a_smem.at[stage, pl.ds(0, self.copied_rows)]
+            plgpu.copy_gmem_to_smem(self.a_gmem.at[rows, along], a_block, arrived)
             b_block = self.b_gmem.at[columns, along] if self.b_transposed else self.b_gmem.at[along, columns]
             plgpu.copy_gmem_to_smem(b_block, self.b_smem.at[stage], arrived, **shared)
             return carry

@@ -117,13 +117,15 @@ def _verified(implementation: str | None, key, drafts, x, log_q, where, given: d
     target = _target_of(x, where, given, implementation)
     shape = (*batch, length + noise_of_mass(x.shape[-1]))
     noise = gumbel_array(key, shape, len(batch), target.cut.top.dtype)
-    drafts, draft_log_q = _possible(drafts, log_q, noise.dtype)
+    draft_log_q = jnp.zeros_like(drafts, noise.dtype) if log_q is None else _pick(log_q, drafts)[..., 0]
+    end = [(0, 0)] * len(batch) + [(0, 1)]  # the last position is padding, and never accepted
+    drafts, draft_log_q = jnp.pad(drafts, end, constant_values=-1), jnp.pad(draft_log_q, end)
 
     log_u = -jnp.exp(-noise[..., :length])  # u is uniform in (0, 1)
     log_p = _log_p(jax.tree.map(lambda a: _pick(a, drafts), target), drafts[..., None])[..., 0]
+    drafts = jnp.where(draft_log_q > -jnp.inf, drafts, -1)
     is_accepted = log_u + draft_log_q < jnp.where(drafts >= 0, log_p, -jnp.inf)
     position = lax.broadcasted_iota(jnp.int32, drafts.shape, drafts.ndim - 1)
-    # The last position is padding, and never accepted.
     accepted = jnp.min(jnp.where(is_accepted, length, position), -1, keepdims=True)
 
     def masses(here):  # what the new token is drawn from
@@ -194,14 +196,6 @@ def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
             f"verify: {name} must be a scalar, one per row {batch}, or one per position, got shape {jnp.shape(value)}"
         )
     return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
-
-
-def _possible(drafts: jax.Array, log_q: jax.Array | None, dtype) -> tuple[jax.Array, jax.Array]:
-    """Returns the drafts with -1 where q is 0, and their log q; (..., S + 1) each, with -1 and 0 at the end."""
-    draft_log_q = jnp.zeros_like(drafts, dtype) if log_q is None else _pick(log_q, drafts)[..., 0]
-    drafts = jnp.where(draft_log_q > -jnp.inf, drafts, -1)
-    padding = [(0, 0)] * (drafts.ndim - 1) + [(0, 1)]
-    return jnp.pad(drafts, padding, constant_values=-1), jnp.pad(draft_log_q, padding)
 
 
 def _masses(p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:

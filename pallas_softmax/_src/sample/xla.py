@@ -105,17 +105,16 @@ def draw_by_mass(mass, again, noise):
     """
     count, size = rows.chunks_of(mass.shape[-1])
 
-    def of_one_sign(mass):
-        return jnp.where(jnp.any(mass > 0, -1, keepdims=True), jnp.maximum(mass, 0), jnp.maximum(-mass, 0))
-
     def winner(mass, noise):
-        return lax.argmax(jnp.log(mass) + noise, mass.ndim - 1, jnp.int32)[..., None]
+        far = 2 * jnp.finfo(mass.dtype).maxexp  # greater than all differences of logarithms and noise
+        score = jnp.log(jnp.abs(mass)) + noise - jnp.where(mass > 0, 0, far)
+        return lax.argmax(score, mass.ndim - 1, jnp.int32)[..., None]
 
     # One sum for both signs: the negative masses are too faint to matter where there are positive ones.
-    sums = of_one_sign(jnp.sum(rows.in_chunks(jnp.where(mass > 0, mass, 2.0**-80 * mass)), -1))
+    sums = jnp.sum(rows.in_chunks(jnp.where(mass > 0, mass, 2.0**-80 * mass)), -1)
     chunk = winner(sums, noise[..., :count])
-    index = chunk * size + winner(of_one_sign(row_at(rows.in_chunks(again), chunk)), noise[..., count:])
-    return jnp.where(jnp.max(sums, -1, keepdims=True) > 0, index, -1)
+    index = chunk * size + winner(row_at(rows.in_chunks(again), chunk), noise[..., count:])
+    return jnp.where(jnp.abs(at(sums, chunk)) > 0, index, -1)
 
 
 def filtered(logits, where, temperature, cut: rows.Cutoff, *, mesh_axes=()):

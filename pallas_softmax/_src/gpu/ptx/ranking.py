@@ -332,7 +332,7 @@ class CandidateList:
             p.increase(start, of_warp, when=p.warp > i)
         otherwise(p.reduce("max", held) > _IN_BUCKET)
         starts = []
-        for count in counts:
+        for count in p.load_vector(mine, "u32", each):  # again: held in registers, they would leave room for fewer CTAs
             starts.append((count << _HALF) + start)
             start = start + count
         p.store(mine, *starts)
