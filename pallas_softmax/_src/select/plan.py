@@ -181,7 +181,8 @@ def plan_selection(call: Call, capability: tuple[int, int]) -> SelectPlan | Refu
     if reason := checks.unsupported(call, capability) or checks.not_contiguous(call) or checks.too_large(call):
         return Refusal(reason)
     rows, vocab, k, itemsize = call.rows, call.vocab, call.k or 0, jnp.dtype(call.dtype).itemsize
-    none = Refusal(f"no selection of k={call.k} in rows of V={vocab}")
+    limits = f"a selection takes up to {MAX_SELECTED} winners of at least {MIN_VOCAB} elements"
+    none = Refusal(f"k={call.k} and V={vocab}: {limits}")
     if not (1 <= k <= min(MAX_SELECTED, vocab) and vocab >= MIN_VOCAB):
         return none
     if not call.masked and (held := plan_in_registers(rows, vocab, k, itemsize, call.lengths)):

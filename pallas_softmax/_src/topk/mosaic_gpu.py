@@ -86,7 +86,7 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     if not (is_better or isinstance(ordering, Refusal)):
         return ordering
     selection = plan_selection(call, capability)
-    return ordering if isinstance(selection, Refusal) else selection
+    return ordering if isinstance(selection, Refusal) and not isinstance(ordering, Refusal) else selection
 
 
 def slower_select(call: Call) -> str | None:
