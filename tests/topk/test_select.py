@@ -21,7 +21,7 @@ from tests.topk import select
 from tests.topk.select import PLANS, assert_rows, machine_launch, machine_select, offset_of, plan_selection, rows_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-NAMES = [*rows_of(64, 8, "float32")]
+NAMES = [*rows_of(64, 8, np.dtype("float32"))]
 
 
 # masked rows are not held in registers

@@ -79,6 +79,9 @@ class HeldRowProgram(SelectProgram):
         high = self.highest - self.reduce("min", bests).bits("s32")
         low = self.highest - self.reduce("max", worsts).bits("s32")
         found, is_first = KeyRange(self, high, low), self.var(True, "pred")
+        # The limit may be below this range. So its buckets are whole, and no element below it counts in one of them.
+        whole = (self.var(2, "u32") << self.highest_bit(found.extent | 1)) - 1
+        self.set(found.extent, self.min(whole, (high - self.lowest).bits("u32")))
         # Fewer than half of the elements win: usually they are among the positive ones, in 8 binades.
         self.update(found.extent, "min", _GUESS[self.element.name] - 1, when=self.length > 9 * k // 4)
 

@@ -145,7 +145,7 @@ def find_rank(
     """Narrows a range to the key of a rank (1 is the greatest), or to a range that at most `enough` keys reach.
 
     count(bucket_of) counts the items, see `narrow`; none is above the first range. Lower ones may count in the last
-    bucket of the range or after it.
+    bucket of the range or after it. If the rank may be below the range, the last bucket must be whole.
 
     Returns how many items are above the range, and how many reach it: too many if lower ones are counted, until the
     range is a single key; and 2^32 - 1 if it was one from the start. If the items are fewer than `rank`, the second
