@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -33,13 +34,19 @@ def identity(shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of:
 
     Args:
       shape: shape of each field.
-      dtype: dtype of each field.
+      dtype: floating or complex dtype of each field, one that has infinity.
       of: `Normalizer` or `Moments`.
+
+    Raises:
+      TypeError: `dtype` is another one, or `of` is neither `Normalizer` nor `Moments`.
 
     Examples:
       >>> ps.online.identity()
       Normalizer(m=Array(-inf, dtype=float32), d=Array(0., dtype=float32))
     """
+    _check_of("identity", of)
+    if not jnp.issubdtype(dtype, jnp.inexact) or not np.isinf(np.array(np.inf, dtype)):
+        raise TypeError(f"online.identity: dtype must be a floating or complex one with infinity, got {dtype}")
     zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])
     return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
 
@@ -56,8 +63,8 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
       scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale).
 
     Raises:
-      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; or a field is not a floating or
-        complex array.
+      TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; a field is not a floating or
+        complex array; or `scale` is not a real number or an array of real numbers.
 
     Examples:
       >>> a = ps.online.reduce(jnp.ones(3))  # m = 1, d = 3
@@ -73,6 +80,8 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
         for field, value in zip(pair._fields, pair):
             if not isinstance(value, int | float | complex):
                 _floats("combine", f"{name}.{field}", value)
+    if scale is not None and not jnp.isrealobj(arguments.array("online.combine", "scale", scale)):
+        raise TypeError(f"online.combine: scale must be real, got {scale!r}")
     return normalizers.combine(a, b, scale=scale)
 
 
@@ -111,6 +120,8 @@ def scan(x: "ArrayLike", axis: int = -1, *, of: type[Sums] = Normalizer) -> Sums
     """
     _check_of("scan", of)
     x, (axis,) = _row_axes("scan", x, arguments.static_int("online.scan", "axis", axis))
+    if not jnp.isrealobj(x):
+        raise TypeError(f"online.scan: x must be a floating array, got {x.dtype}")
     d = jnp.exp(x - normalizers.shift(x))  # of each logit by itself: 1 if it is finite
     single = of._make((x, d, 0 * d)[: len(of._fields)])
     return lax.associative_scan(normalizers.combine, single, axis=axis)
@@ -172,12 +183,30 @@ def _row_axes(function: str, x: ArrayLike, axis: int | Sequence[int]) -> tuple[j
 def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index.
 
+    Args:
+      a, b: candidates of one dtype. All dimensions but the last are equal.
+      k: number of winners, at most the candidates of both lists.
+
+    Raises:
+      TypeError: a field is not an array, the dtypes of the values differ, or `k` is not an integer.
+      ValueError: `k` is out of range, or the shapes do not fit.
+
     Examples:
       >>> a = ps.online.Candidates(jnp.array([9, 7]), jnp.array([1, 2]))
       >>> b = ps.online.Candidates(jnp.array([8, 3]), jnp.array([5, 4]))
       >>> ps.online.merge(a, b, 2)
       Candidates(values=Array([9, 8], dtype=int32), indices=Array([1, 5], dtype=int32))
     """
-    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
+    lists = [
+        [arguments.array("online.merge", f"{name}.{field}", x) for field, x in zip(Candidates._fields, fields)]
+        for name, fields in (("a", a), ("b", b))
+    ]
+    (ours, theirs), shapes = (values for values, _ in lists), [[x.shape for x in fields] for fields in lists]
+    if ours.dtype != theirs.dtype:
+        raise TypeError(f"online.merge: a.values and b.values must have one dtype, got {ours.dtype} and {theirs.dtype}")
+    if any(not v or v != i or v[:-1] != ours.shape[:-1] for v, i in shapes):
+        raise ValueError(f"online.merge: values and indices must fit, each (..., n), got the shapes {shapes}")
+    k = arguments.winners("online.merge", k, ours.shape[-1] + theirs.shape[-1])
+    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(*lists))
     *_, values, indices = lax.sort((~sort_keys.key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

@@ -19,7 +19,7 @@ from pallas_softmax._src.dispatch.mesh_types import share_sharding, varies, vary
 from pallas_softmax._src.dispatch.operation import Call, RowOperation, describe
 from pallas_softmax._src.masks import stored
 from pallas_softmax._src.misfits import check_static, has_wide_integers, is_jet, is_known, misfit
-from pallas_softmax._src.temperatures import is_zero
+from pallas_softmax._src.temperatures import is_zero, times_power
 
 Axis = int | Sequence[int] | None
 AxisName = str | tuple[str, ...] | None
@@ -194,6 +194,9 @@ def known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
 def row_temperature(function: str, temperature, shape: tuple[int, ...], axis: int, dtype) -> jax.Array:
     """Returns a result of `known_temperature` like `per_row`; NaN where it is negative. `dtype` is the softmax's."""
     t = per_row(function, "temperature", 1.0 if temperature is None else temperature, shape, axis)
+    if jnp.finfo(dtype).bits == 64 and jnp.issubdtype(t.dtype, jnp.floating) and t.dtype.itemsize <= 4:
+        t = t.astype(jnp.float32)  # On a CPU, a wider subnormal number would be 0.
+        t = jnp.where(t < 1, times_power(t, 2.0**64).astype(dtype) * 2.0**-64, t.astype(dtype))
     t = t.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
     t = jnp.where(is_zero(t), 0, jnp.where(jnp.signbit(t), jnp.nan, t))
     return jnp.where(t == jnp.inf, jnp.finfo(t.dtype).max, t)
@@ -204,7 +207,7 @@ def mask(function: str, where, shape: tuple[int, ...]) -> jax.Array:
     where = array(function, "where", where)
     if where.dtype != jnp.bool_:
         raise ValueError(f"{function}: where must be None or boolean, got dtype {where.dtype.name}")
-    if not _broadcasts(where.shape, shape):
+    if not broadcasts(where.shape, shape):
         raise ValueError(f"{function}: where of shape {where.shape} does not broadcast to the shape {shape}")
     return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
 
@@ -215,13 +218,13 @@ def per_row(function: str, name: str, value, shape: tuple[int, ...], axis: int) 
     batch, given = shape[:axis] + shape[axis + 1 :], value.shape
     if value.ndim == len(shape) and value.shape[axis] == 1:
         value = jnp.squeeze(value, axis)
-    if not _broadcasts(value.shape, batch):
+    if not broadcasts(value.shape, batch):
         raise ValueError(f"{function}: {name} must be a scalar or broadcast to the batch shape {batch}, got {given}")
     value = value.reshape(()) if value.size == 1 else jnp.broadcast_to(value, batch)
     return value.reshape(*(batch if value.ndim else (1,) * len(batch)), 1)
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(n in (1, full) for n, full in zip(shape[::-1], to[::-1]))
 
 

@@ -157,6 +157,8 @@ def entropy(moments: Moments) -> jax.Array:
       >>> ps.online.entropy(moments)  # log 3
       Array([1.099], dtype=float32)
     """
+    if not isinstance(moments, Moments):
+        raise TypeError(f"online.entropy: moments must be Moments, got {moments!r}")
     return jnp.log(moments.d) - moments.t / moments.d
 
 

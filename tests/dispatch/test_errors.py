@@ -151,7 +151,7 @@ BAD_VALUES = {
     "top_k": {"must be .*got {}": [-2, -3]},
     "top_p": {
         "must be .*got {}": [-0.1, 1.01, 1.00001, np.nan, WIDE],
-        r"must be .* the batch shape \(2, 3\), got \(4,": [np.ones(4)],
+        r"must be .* \(2, 3\), got (shape )?\(4,": [np.ones(4)],
     },
     "min_p": {"must be .*got {}": [-0.1, 2.0, WIDE], "must be a scalar(,| or).*got": [np.ones((2, 3, 20))]},
     "mode": {"must be None or one of": ["highest of all"]},
@@ -174,7 +174,7 @@ BAD_VALUES = {
     "token_weights": {r"must be a scalar or .*\(2, 3\), got \(2,\)": [np.ones(2)]},
     "z_loss": {
         r"must be a scalar or broadcast .*\(2, 3\), got \(2,\)": [np.ones(2)],
-        "must be a finite number of 0 or more, got -0.1": [-0.1],
+        "must be from 0 to 1e37, got -0.1": [-0.1],
     },
     "label_smoothing": {"must be from 0 to 1, got {}": [1.5, WIDE]},
     "reduction": {"must be 'mean', 'sum' or None, got": ["none", ["mean"], 1, np.array(["mean", "sum"])]},
@@ -298,6 +298,9 @@ SOFT = np.stack([calls.LABELS] * 3, -1)
 Q = SOFT.astype(F32)
 
 
+FOUND = ps.online.Candidates(LABELS, LABELS)
+
+
 def soft(label_probs, labels=SOFT, **options):
     return plainly("linear_cross_entropy", labels=labels, label_probs=label_probs, **options)
 
@@ -317,6 +320,21 @@ TYPE_ERRORS = {
     "softmax: x must be of numbers that JAX has, got dtype": lambda: ps.softmax(np.array(["a"])),
     "x must be of numbers": lambda: ps.softmax(np.ones(3, np.longdouble)),
     "logsumexp: b must be of numbers, got dtype key": lambda: ps.logsumexp(X, b=KEYS[0]),
+    "online.scan: x must be a floating array, got complex64": lambda: ps.online.scan(X * 1j),
+    "online.identity: dtype must be .* with infinity, got": lambda: ps.online.identity((), jnp.float8_e4m3fn),
+    "online.identity: of must be Normalizer or Moments": lambda: ps.online.identity(of=ps.online.Candidates),
+    "online.combine: scale must be real, got 1j": lambda: ps.online.combine(*[ps.online.identity()] * 2, scale=1j),
+    "online.entropy: moments must be Moments, got Normalizer": lambda: ps.online.entropy(
+        ps.online.identity()  # pyright: ignore[reportArgumentType]
+    ),
+    "online.merge: k must be an integer, got True": lambda: ps.online.merge(*[FOUND] * 2, True),
+    "online.merge: .* one dtype, got int32 and float32": lambda: ps.online.merge(
+        FOUND, FOUND._replace(values=Q[0, 0]), 1
+    ),
+    "linear_kl_divergence: teacher_x must be an array": lambda: plainly("linear_kl_divergence", teacher_x=None),
+    "verify: draft_log_probs must be floating, got int32": lambda: ps.verify(
+        KEYS[0], LABELS[:0], X[:1], draft_log_probs=LABELS
+    ),
     "online.combine: b must be a Normalizer, got None": lambda: ps.online.combine(
         ps.online.identity(),
         None,  # pyright: ignore[reportArgumentType]
@@ -336,6 +354,16 @@ TYPE_ERRORS = {
     r"softmax\(\) got an unexpected keyword argument 'dim'": lambda: ps.softmax(X, **{"dim": 1}),
 }
 VALUE_ERRORS = {
+    "online.merge: k must be from 0 to .* 4, got 5": lambda: ps.online.merge(FOUND, FOUND, 5),
+    r"online.merge: values and indices must fit, .* \[\(2,\), \(1,\)\]": lambda: ps.online.merge(
+        FOUND, FOUND._replace(indices=LABELS[:1]), 1
+    ),
+    r"verify: temperature must be .* per row \(2,\), or .* \(2, 1\), got shape \(3,\)": lambda: ps.verify(
+        KEYS[0], LABELS[:, None][:, :0], X[:, None], temperature=np.ones(3)
+    ),
+    "linear_cross_entropy: z_loss must be from 0 to 1e37, got 1e": lambda: plainly(
+        "linear_cross_entropy", z_loss=1e300
+    ),
     "fused_topk: k must be .* 2, got 3": lambda: topk(X, 3, axis=0),
     "^softmax: .* out of bounds": lambda: ps.softmax(jnp.float32(1), -1),  # a scalar has no last axis
     "^logsumexp: .* out of bounds": lambda: ps.logsumexp(jnp.float32(1), -1),

@@ -94,6 +94,14 @@ def test_gradients_at_any_temperature(name, temperature):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-38)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_subnormal_temperature_of_float64_logits(name, x64):
+    """It is not 0, though a CPU would convert it to 0."""
+    t = np.float32(1e-42)
+    results = [jax.jit(FUNCTIONS[name])(np.array([[0, 1e-42, 2e-42, 0, 0]] * 2), of) for of in (t, np.float64(t))]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 @pytest.mark.parametrize(("name", "temperature"), first(1, pairs(FUNCTIONS, [-1e-40, -1.0, np.nan])))
 def test_a_traced_negative_temperature_gives_nan(name, temperature):
     x, _ = logits(1.0, 1)

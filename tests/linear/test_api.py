@@ -321,6 +321,27 @@ def test_no_label_and_one_label():
         np.testing.assert_array_equal(a, 0)
 
 
+@pytest.mark.parametrize("x", [np.nan, np.inf])
+def test_a_token_without_label_probs_and_with_infinite_logits(x):
+    """Its loss is NaN, so its derivative is 0, and the other tokens keep theirs."""
+    x, w, labels = jnp.array([[1, 0], [x, 1]]), jnp.eye(2), jnp.array([[1], [0]])
+    loss = functools.partial(ps.linear_cross_entropy, x, labels=labels, label_probs=jnp.eye(2)[:, :1], reduction=None)
+    values, pullback = jax.vjp(loss, w)
+    np.testing.assert_array_equal(np.isnan(values), [False, True])
+    (dw,), other = pullback(jnp.ones(2)), jax.grad(lambda w: -ps.linear_log_probs(x[:1], w, labels[0]).sum())(w)
+    np.testing.assert_allclose(dw, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("t", "is_accepted"), [(-1e-40, False), (1e-40, False), (0, True), (1, True)])
+def test_a_traced_temperature_that_is_subnormal(t, is_accepted):
+    for f in (
+        lambda x, t: ps.linear_logsumexp(x, x, temperature=t),
+        lambda x, t: ps.linear_topk(x, x, 1, temperature=t),
+    ):
+        first, *_ = jax.tree.leaves(jax.jit(f)(jnp.eye(2), np.float32(t)))
+        np.testing.assert_array_equal(np.isnan(first), not is_accepted)
+
+
 @pytest.mark.usefixtures("quick_compilation")
 def test_infinite_logit():
     """Log-probs are NaN, as in jax.nn.log_softmax. The loss is infinite, except at the infinite logit."""

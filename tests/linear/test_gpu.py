@@ -116,7 +116,7 @@ def test_argmax_of_zeros():
 
 
 def test_one_column():
-    """If one column is not masked, m must equal the label's logit, and d must be 1 up to the errors of two exponentials.
+    """If one column is not masked, m must equal the label's logit, and d be 1 up to the errors of two exponentials.
 
     The kernel computes exp(z - r) and XLA computes exp(r - m), and r rounds z = m differently from the kernel. So log d
     is up to 3e-7, in a loss with logits of about 0.01. Therefore `tests/support/linear.py` allows ulps of 1.

@@ -135,6 +135,12 @@ def test_filters_keep_ties_with_the_lowest_indices():
     np.testing.assert_allclose(log_mass, np.log([0.3, 0.25, 0.15, 1]), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("x", [np.uint8([255, 0]), np.int32([0, -(2**31)]), np.float32([255, 0])], ids=str)
+def test_top_p_of_1_keeps_entries_without_mass(x):
+    got = ps.filter_logits(np.stack([x, x]), top_p=np.float32([1, 0.99]))
+    np.testing.assert_array_equal(got, [x, [x[0], -np.inf]])
+
+
 @pytest.mark.parametrize("dtype", [slow("int8"), slow("uint32")])
 def test_integers(dtype):
     info = np.iinfo(dtype)

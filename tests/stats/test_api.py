@@ -137,6 +137,14 @@ def test_ranks(way, dtype):
     np.testing.assert_array_equal(got, oracle.rank(x, labels, where))
 
 
+@pytest.mark.parametrize(("gap", "t"), [(30_000.0, 1.0), (200.0, 0.01)])
+def test_a_label_far_below_the_largest_logit(gap, t):
+    """Its log-probability is -gap / T, with the derivatives of that."""
+    f = lambda t: ps.token_stats(jnp.array([0, gap]), 0, temperature=t).log_probs  # noqa: E731
+    found = f(t), jax.grad(f)(t), jax.jvp(f, (t,), (1.0,))[1], jax.grad(jax.grad(f))(t)
+    np.testing.assert_allclose(found, [-gap / t, gap / t**2, gap / t**2, -2 * gap / t**3], rtol=1e-5)
+
+
 def test_no_columns():
     got = ps.token_stats(X[:, :0])
     assert np.isnan(got.entropy).all() and np.isneginf(got.logsumexp).all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
 
-from pallas_softmax import TopK, top_k
+from pallas_softmax import TopK, fused_topk, top_k
 from tests.kernels.test_random_rows import adversarial_logits, random_logits, random_shapes
 from tests.support import cases, oracle
 from tests.support.cases import ALL, BF16, F16, F32, F64
@@ -69,6 +69,14 @@ def test_64_bits(dtype, x64):
     got = top_k(x, 5)
     same(got, oracle.top_k(x, 5) if dtype != "uint64" else lax.top_k(x, 5))
     assert got.indices.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_the_nan_of_fnuz_dtypes_comes_last(dtype):
+    """Its bits have the sign."""
+    x = jnp.array([1, np.nan, 2, -1], dtype)
+    for indices in (lax.top_k(x, 4)[1], top_k(x, 4).indices, fused_topk(x, 4).indices):
+        np.testing.assert_array_equal(indices, [2, 0, 3, 1])
 
 
 # the value of a masked winner

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_softmax._src.arguments import AxisName, known_labels, static_bool
+from pallas_softmax._src.arguments import AxisName, check_array, known_labels, static_bool
 from pallas_softmax._src.dispatch.choose import ImplementationName
 from pallas_softmax._src.dispatch.eager import at_once
 from pallas_softmax._src.linear import checks, derivatives
@@ -249,6 +249,7 @@ def linear_kl_divergence(
     name = "linear_kl_divergence"
     beta = checks.static_number(name, "beta", beta, lambda a: (a >= 0) & (a <= 1), "from 0 to 1")
     teacher_softcap = checks.known_softcap(name, teacher_softcap, "teacher_softcap")
+    check_array(name, "teacher_x", teacher_x)  # None would mean: no teacher
     tokens = checks.known_tokens(name, None, temperature=temperature)._replace(teacher_x=teacher_x)
     options = checks.known_options(name, softcap, transpose_w, workspace_bytes, axis_name, implementation)
     options = options._replace(beta=beta, teacher_softcap=teacher_softcap)

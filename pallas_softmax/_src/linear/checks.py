@@ -46,7 +46,7 @@ class Options(NamedTuple):
 _RANGES: dict[str, tuple[float, Callable, str]] = {
     "temperature": (1, formulas.is_temperature, "0, or from 1e-37 to 1e37"),
     "label_smoothing": (0, lambda a: (a >= 0) & (a <= 1), "from 0 to 1"),
-    "z_loss": (0, lambda a: (a >= 0) & (a < np.inf), "a finite number of 0 or more"),
+    "z_loss": (0, lambda a: (a >= 0) & (a <= 1e37), "from 0 to 1e37"),
 }
 
 
@@ -264,8 +264,9 @@ def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
     for argument in _RANGES:
         default, accepted, _ = _range_of(name, argument)
         if (value := found[argument]) is not None:
-            value = _one_per_token(name, argument, value, given)
-            value = jnp.where(accepted(value), value, jnp.nan)
+            value = arguments.array(name, argument, value)
+            value = value if value.dtype == jnp.float64 else value.astype(given.dtype)
+            value = _one_per_token(name, argument, jnp.where(accepted(value), value, jnp.nan), given)
             found[argument] = value if where is None else jnp.where(where, value, default)
     return Tokens(**found)
 

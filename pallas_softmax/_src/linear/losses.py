@@ -63,7 +63,8 @@ def is_positive(a: Any) -> Any:
 
 
 def is_temperature(t: Any) -> Any:
-    return (t == 0) | is_positive(t)
+    zero = is_zero(t) if isinstance(t, jax.Array) else t == 0  # a CPU would take subnormal numbers for 0
+    return zero | is_positive(t)
 
 
 # Divides the logits where the temperature is 0. A power of two keeps ties. Other logits are then so far below the
@@ -230,7 +231,9 @@ def losses(statistics: Statistics, tokens: Tokens, vocab: int) -> jax.Array:
         limit = jnp.where(smooth & (d < vocab), jnp.inf, loss)
         loss = tokens.at_0(limit, loss + tokens.label_smoothing * (label_logit - total / vocab))
     if tokens.label_probs is not None:
+        is_empty = jnp.all(tokens.label_probs == 0, -1)  # 0 times a logsumexp that is not finite is NaN
         loss = jnp.sum(tokens.label_probs * jnp.where(tokens.label_probs == 0, 0, loss), -1)
+        loss = jnp.where(is_empty & ~(finite & (d < jnp.inf))[..., 0], jnp.nan, loss)
     if tokens.z_loss is not None:
         loss = loss + tokens.z_loss * jnp.where(tokens.z_loss == 0, 0, logsumexp(statistics, tokens)) ** 2
     return loss

@@ -79,7 +79,7 @@ def route(
       Routing(weights, indices, logsumexp), best expert first.
       Without bias and groups, the indices equal the indices of `lax.top_k(logits, k)` exactly. Otherwise they are the k
       largest score + bias, computed in float32 (float64 for float64 logits). Two experts may then be exchanged if their
-      exact numbers differ by less than 2^-20 max(1, |bias|), and so may two groups. Equal entries, and equal groups,
+      exact numbers differ by less than 2^-20 max(1, score, |bias|), and so may two groups. Equal entries, and groups,
       are ordered by the lowest index first. A NaN counts as the largest number.
       With "softmax", a row with NaN or +inf has NaN weights. With any score, it has NaN gradients. Integer logits
       give float32 results (float64 for 64 bits). `weights` and `logsumexp` are differentiable in `logits`, in both

@@ -160,8 +160,9 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
         one = jnp.ones((), jnp.int32) if where is None else where.astype(jnp.int32)
         last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
-        goal = mass_goal(top_p, sum_of(kept(mass)))
-        last = first_of(last, _last_entry(key, kept(mass), goal))
+        found = _last_entry(key, kept(mass), mass_goal(top_p, sum_of(kept(mass))))
+        # A top_p of 1 also keeps entries whose mass is 0.
+        last = first_of(last, tuple(jnp.where(top_p >= 1, *both) for both in zip((least_key, NOWHERE), found)))
     if min_p is not None:
         last = first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
     kept_total = sum_of(kept(mass))

@@ -102,7 +102,7 @@ def verify(
     batch = x.shape[:-2]
     key = api.typed_keys("verify", key, batch)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given = {name: _per_position(name, value, batch) for name, value in given.items()}
+    given = {name: _per_position(name, value, x.shape[:-1]) for name, value in given.items()}
     # Otherwise, XLA might divide the logits like a small array.
     key, drafts, given = jax.tree.map(functools.partial(laid_like, x), (key, drafts, given))
     arrays = lax.stop_gradient((key, drafts, x, log_q, where, given))
@@ -178,24 +178,26 @@ def _checked(draft_tokens, logits, draft_log_probs) -> tuple[jax.Array, jax.Arra
     shape = (*x.shape[:-2], x.shape[-2] - 1)
     drafts = arguments.integers("verify", "draft_tokens", draft_tokens, shape)
     drafts = jnp.where(drafts < x.shape[-1], drafts, -1)
-    if draft_log_probs is None or shape[-1] == 0:
+    if draft_log_probs is None:
         return drafts, x, None
     log_q, shape = arguments.array("verify", "draft_log_probs", draft_log_probs), (*shape, x.shape[-1])
     if not jnp.issubdtype(log_q.dtype, jnp.floating):
         raise TypeError(f"verify: draft_log_probs must be floating, got {log_q.dtype.name}")
     if log_q.shape != shape:
         raise ValueError(f"verify: draft_log_probs must have the shape {shape}, got {log_q.shape}")
-    return drafts, x, log_q.astype(as_float(x).dtype)
+    return drafts, x, log_q.astype(as_float(x).dtype) if shape[-2] else None
 
 
-def _per_position(name: str, value: Any, batch: tuple[int, ...]) -> Any:
+def _per_position(name: str, value: Any, positions: tuple[int, ...]) -> Any:
     if value is None or jnp.ndim(value) == 0:
         return value
-    if jnp.ndim(value) not in (len(batch), len(batch) + 1):
+    given, batch = jnp.shape(value), positions[:-1]
+    per_row = len(given) == len(batch)
+    if len(given) < len(batch) or not arguments.broadcasts(given, batch if per_row else positions):
         raise ValueError(
-            f"verify: {name} must be a scalar, one per row {batch}, or one per position, got shape {jnp.shape(value)}"
+            f"verify: {name} must be a scalar, one per row {batch}, or one per position {positions}, got shape {given}"
         )
-    return jnp.asarray(value)[..., None] if jnp.ndim(value) == len(batch) else value
+    return jnp.asarray(value)[..., None] if per_row else value
 
 
 def _masses(p: jax.Array, draft: jax.Array, log_q: jax.Array | None, position: jax.Array) -> jax.Array:

@@ -23,39 +23,13 @@ MIN_VOCAB = 2_048  # elements of a row
 
 # With few rows, each CTA has four warpgroups and a multiprocessor to itself. With more rows, a row has one CTA, and
 # four CTAs share a multiprocessor: some search while others read. Short 16-bit rows take less time to read than to
-# search, so more and smaller CTAs pay off. Times on an H100 in microseconds, of normal numbers, by CTAs of a row,
-# warpgroups of a CTA, and bytes of a thread in a block:
-#
-#     rows x V, k                     2, 4, 64   2, 4, 128   1, 4, 128   1, 2, 64   1, 2, 128   1, 2, 32   1, 1, 64
-#     64 x 32,768, 2048                    8.8                     8.3
-#     64 x 131,072, 2048                  16.0        15.4
-#     64 x 1,048,576, 2048               111.2        99.3
-#     the same, bfloat16                  66.1        55.6
-#     256 x 131,072, 2048                                                    61.8        55.6
-#     the same, bfloat16                                                     37.5        35.4
-#     2048 x 131,072, 2048                                                  402.9       402.5
-#     the same, bfloat16                                                    216.7                   226.4
-#     4096 x 8,192, 512                                                      61.2                   63.7       65.1
-#     the same, bfloat16                                                     49.3                              41.2
-#     4096 x 8,192, 2048, bfloat16                                           71.1                   73.8       77.3
+# search, so more and smaller CTAs pay off. "Plans of a selection" in benchmarks/results/NOTES.md has the times.
 MULTIPROCESSORS = 132  # of an H100
 FEW_WARPGROUPS, MANY_WARPGROUPS = 2, 4
 SHORT_ROW = 16_384  # elements; up to this length, 16-bit rows with few winners take CTAs of one warpgroup
 LONE_ROW = 32_768  # elements; up to this length, a row takes one CTA rather than two
 MIN_PART = 8_192  # elements of a CTA, at least, if several CTAs share a row
 
-# Rows in registers, on an H100 in microseconds (normal numbers), and with a list of candidates:
-#
-#                                    list   registers: 1, 128   2, 64   2, 128   4, 32   4, 64   4, 128
-#     4096 x 8,192, 2048             85.3                               69.9              88.5
-#     the same, bfloat16             71.0              52.0      54.6             78.7
-#     4096 x 8,192, 512              61.3                               58.3              76.7
-#     the same, bfloat16             41.3              42.3      46.1             69.3
-#     the same, with lengths         38.2              34.4      40.1             71.9
-#     1024 x 16,384, 1024, bfloat16  21.6                               24.6
-#     256 x 16,384, 2048, bfloat16    9.0                                8.4               8.1
-#     64 x 8,192, 512                 4.8                                4.7               4.3
-#     64 x 32,768, 2048, bfloat16     7.8                                                           8.8
 HELD_BYTES = 32_768  # of a row that a CTA holds in registers
 HELD_OF_MANY = 8_192  # elements of such a row, if there are many
 LIST_SHARE = 16  # a list is as fast for many 16-bit rows with this many elements for each winner

@@ -29,7 +29,7 @@ class TokenStats(NamedTuple):
       log_probs: log p of the label; None without labels.
       entropy: -sum(p log p), in nats.
       logsumexp: logsumexp(logits / temperature).
-      argmax: int32, the first position of the largest logit; of the first NaN, if there is one.
+      argmax: int32, the first position of the largest logit; of the first NaN, if there is one; 0 if all are -inf.
       rank: int32, 1 + the number of logits before the label's in the order of `lax.top_k`; None unless asked for.
     """
 

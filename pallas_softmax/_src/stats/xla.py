@@ -148,13 +148,13 @@ def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g
     g_lse, g_entropy, g_label, g_d, g_t = (jnp.where(has_entropy, g, 0) for g in (g_lse, g_entropy, g_label, g_d, g_t))
     entropy_factor = g_entropy / d
     constant = g_lse / d + g_d + g_t + entropy_factor * (t / d)
-    dz = jnp.exp(u) * (constant + (g_t - entropy_factor) * u)
-    dz = dz + jnp.where(positions(logits, mesh_axes) == labels, g_label, 0)
-    dz = masked(dz, where, 0)
+    near, is_label = jnp.maximum(u, normalizers.FAR), positions(logits, mesh_axes) == labels
+    dz = masked(jnp.exp(near) * (constant + (g_t - entropy_factor) * near), where, 0)
+    at_label = masked(jnp.where(is_label, g_label, 0), where, 0)
     over = Temperature.of(temperature).over
-    dx = (over(dz) if scaled else dz).astype(logits.dtype)
-    dt = sum_over(dz * u, (-1,), mesh_axes) + jnp.where(g_lse == 0, 0, over(g_lse * m))
-    return dx, -over(dt)
+    dx = (over(dz + at_label) if scaled else dz + at_label).astype(logits.dtype)
+    dt = sum_over(dz * near + at_label * jnp.where(is_label, u, 0), (-1,), mesh_axes)
+    return dx, -over(dt + jnp.where(g_lse == 0, 0, over(g_lse * m)))
 
 
 def _harmless(residuals, where, scaled):
@@ -166,18 +166,19 @@ def _harmless(residuals, where, scaled):
     # Where x is -inf, u is a constant: its derivative in the temperature would be NaN.
     no_mass = jnp.isneginf(x) | ~has_entropy
     scale = Temperature.of(temperature) if scaled else None
-    u = jnp.where(no_mass, normalizers.FAR, normalizers.distance(jnp.where(no_mass, 0, x), m, scale))
+    u = jnp.where(no_mass, normalizers.FAR, normalizers.below(jnp.where(no_mass, 0, x), m, scale))
     return has_entropy, u, temperature, m, d, t
 
 
 def token_stats_tangent(residuals, where, labels, dx, dt, *, scaled, mesh_axes=()):
     """Returns the tangents of the first three `RowStats`, d and t: the transpose of `token_stats_grad`."""
     _, u, temperature, m, d, t = _harmless(residuals, where, scaled)
-    e = jnp.exp(u)
-    over = Temperature.of(temperature).over
-    du = over(masked(normalizers.widen(dx), where, 0) - u * dt)
+    near, is_label = jnp.maximum(u, normalizers.FAR), positions(u, mesh_axes) == labels
+    e = jnp.exp(near)
+    over, dx = Temperature.of(temperature).over, masked(normalizers.widen(dx), where, 0)
+    du = over(dx - near * dt)
     dd = sum_over(e * du, (-1,), mesh_axes)
-    dt_of_u = sum_over(e * u * du, (-1,), mesh_axes)
-    dlabel = sum_over(jnp.where(positions(u, mesh_axes) == labels, du, 0), (-1,), mesh_axes)
+    dt_of_u = sum_over(e * near * du, (-1,), mesh_axes)
+    dlabel = sum_over(jnp.where(is_label, over(dx - jnp.where(is_label, u, 0) * dt), 0), (-1,), mesh_axes)
     dlogsumexp = dd / d - over(jnp.where(dt == 0, 0, over(m * dt)))
     return dlogsumexp, (dd * (t / d) - dt_of_u) / d, dlabel, dd, dd + dt_of_u

@@ -46,20 +46,7 @@ MANY_WINNERS = 65  # at least this many winners have parts of MANY_WINNERS_BYTES
 MANY_WINNERS_BYTES = 108_000  # with at most this many bytes, two CTAs share a multiprocessor
 WHOLE_ROW_BYTES = 160_000  # float32 rows of at least this many bytes are not cut if they fit
 
-# With few winners, shorter parts are as fast for many rows, and faster for few. With k winners of (1024, V), and of
-# (1, V), in microseconds (H200):
-#
-#     V, k                     parts    1024 rows    1 row
-#     128,256, 5, float32        6        127.5       6.18
-#                               16        124.5       5.02
-#     128,256, 5, bfloat16       4         73.1       6.88
-#                               16         84.9       4.74
-#     128,256, 64, float32       6        139.1       7.01
-#                                8        131.5       6.62
-#     50,257, 64, float32        3         61.0       6.85
-#                                7         66.7       5.89
-#     32,000, 64, bfloat16       1         23.9       5.38
-#                                4         33.9       5.38
+# With few winners, shorter parts are as fast for many rows, and faster for few.
 FEW_WINNERS = 31  # up to this many winners
 # With rows this long, two CTAs with float32 rows or three with 16-bit rows share a multiprocessor. One searches its row
 # while the others' rows arrive.

@@ -233,6 +233,8 @@ def best_order(logits, where, k):
         left_out = jnp.broadcast_to(~where, logits.shape)
         return lax.sort((left_out, jnp.where(left_out, 0, ~logits), index), num_keys=3)[2][..., :k]
     x = widen(logits) if logits.dtype.itemsize == 1 else logits
+    if logits.dtype.name.endswith("fnuz"):  # the bits of their only NaN have the sign
+        x = jnp.where(jnp.isnan(x), -np.array(np.nan, x.dtype), x)
     if where is not None:
         last = lax.bitcast_convert_type(jnp.array(-1, f"int{8 * x.dtype.itemsize}"), x.dtype)
         x = jnp.where(where, x, last)  # the -NaN of all ones is the lowest of the total order
