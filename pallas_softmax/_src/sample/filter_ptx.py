@@ -168,9 +168,9 @@ def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
 
 
 def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
-    """Returns the CTA of the last kept tie, its position in this CTA, and whether any tie is left out.
+    """Returns the CTA of the last kept tie, the last position of ties that this CTA keeps, and if any is left out.
 
-    The kept ties are the first ones of the row: all of them in lower CTAs, none in higher ones.
+    The kept ties are the first ones of the row: all of them in lower CTAs (HIGHEST), none in higher ones (-1).
     """
     is_cut = p.any(kept.equal_kept < kept.equal)
     last = p.last_that(kept.equal_kept > 0)

@@ -18,20 +18,21 @@ the masses powers of two:
     results               log_prob = log(.5 / 3.84), log_mass = log(3 / 3.84)
 
 The first warpgroup of a CTA starts the bulk copies of the part, one step for each warpgroup. Each warpgroup waits for
-its own step and masks it. `SamplePlan` draws the steps and the warps. Then one program of inline PTX does the rest:
+its own step and masks it. `SamplePlan` shows the steps and the warps. Then one program of inline PTX does the rest:
 
     part of the program                   function                  exchanges over the cluster
     the row's maximum and its mass        row_ptx.arrive            1
-    the filters: top_k, top_p, min_p      _apply_filters            1 for min_p, if it is stricter than the others
+    the filters top_k and top_p           _apply_filters
       the last entry that a filter keeps
-        bfloat16                            filter_ptx.search_values  1
-        float32, float16                    zone_ptx.expected_zone    1
-          in this zone                        zone_ptx.search_zone    1; after an overflow 1 more to count the greater
-                                                                      of two keys, or 2 for a better bound
+        bfloat16                            filter_ptx.search_values  1; 0 in TOP_P_REUSE
+        float32, float16                    zone_ptx.expected_zone    0
+          the keys in this zone               zone_ptx.sweep_*        1; 2 more for a bound of the best CTA
+          the last entry among them           zone_ptx.search_zone    0; 1 if the lists overflow with two keys
         where that is not enough            filter_ptx.search_digits  1 for every 7 bits of the keys' range, then 1
                                                                       more (bfloat16: 3 more)
+    the filter min_p                      _apply_min_p              1, if it is stricter than the others
     the index of the last kept entry      filter_ptx.find_last_tie  0
-    the draw                              race_ptx.WinnerSearch         1; 1 more in 1 of 1,600 rows
+    the draw                              race_ptx.WinnerSearch     1 (bfloat16: 2); 1 more in 1 of 1,600 rows
 
 The mass of an element x is exp((x - top) / temperature), where top is the largest element of the row. The program takes
 it as a power of 2. Decisions rest on integers, or on sums in a fixed order. So a draw has the same bits each time.
@@ -54,7 +55,9 @@ filter, and where the entry is looked for:
     TOP_P          the share top_p of the kept mass  in the row, by a histogram
     TOP_P_REUSE    the share top_p of the kept mass  in what the last turn made: lists, or the histogram of bfloat16
 
-After the loop, `_apply_min_p` applies min_p where it is stricter than the other filters.
+Stages of absent filters are skipped. bfloat16 never starts at a bound; after TOP_K it takes TOP_P_REUSE, if the
+histogram told the last entry, and TOP_P otherwise. `row_ptx.arrive` finds the bounds. After the loop, `_apply_min_p`
+applies min_p where it is stricter than the other filters.
 """
 
 import functools
@@ -97,7 +100,8 @@ def sample_rows(
 ) -> list:
     """Returns the results of `xla.sample`, or without words and stride the fields of `xla.cutoff`.
 
-    `words` (rows, 4) are the noise, folded, unlike in `xla.sample`. Parameters are (..., 1), one element, or None.
+    `words` (rows, 4) are the random key and the first counter of each row (`noise.py`). Parameters are (..., 1), one
+    element, or None.
     """
     *batch, vocab = logits.shape
     # with the number of each filter that filters nothing
@@ -211,7 +215,7 @@ def _write_cutoff(p: PartProgram, kept: Kept) -> None:
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
         index, key = p.select(is_cut, last_tie + p.origin, HIGHEST), kept.last_key
-        if p.elements.name == "f16":  # the only dtype with another sort key
+        if p.elements.name == "f16":  # the only dtype whose `p.key` is not its sort key
             bits = p.convert(p.convert(p.from_key(key), "f16").bits("s16"), "s32")
             key = p.select(kept.keeps_all(), KEEP_ALL, p.elements.key(bits))
         log_mass = _log_mass(p, kept)

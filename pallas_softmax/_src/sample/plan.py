@@ -3,8 +3,8 @@
 A row's sums have the same order in any batch: `plan_sample` does not depend on the number of rows, and the shares of a
 `StreamPlan` do not.
 
-With filters, a row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` draws a
-part. Without filters, the warps of a cluster read the row once, as `stream_kernel` draws: a `StreamPlan`.
+With filters, a row lies in the shared memory of one CTA, or in parts in the CTAs of a cluster. `SamplePlan` shows
+a part. Without filters, the warps of a cluster read the row once, as `stream_kernel` shows: a `StreamPlan`.
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ OVERHEAD = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class StreamPlan:
-    """How rows lie over clusters of CTAs; `stream_kernel` draws the steps of a row."""
+    """How rows lie over clusters of CTAs; `stream_kernel` shows the steps of a row."""
 
     vocab: int
     itemsize: int

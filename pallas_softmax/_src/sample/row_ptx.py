@@ -229,7 +229,7 @@ class PartProgram(ClusterProgram):
         return self.exp2((x - self.top) * self.octaves_per_unit)
 
     def key(self, x: Value) -> Value:
-        """Returns the sort key of an element (see `sort_keys.py`), without the bits that only a float32 has."""
+        """Returns the sort key of the element as a float32, without bits that the dtype never uses."""
         key = flip_negative(x.bits("s32"))
         return key >> self.spare_bits if self.spare_bits else key
 

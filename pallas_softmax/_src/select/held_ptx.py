@@ -1,12 +1,12 @@
 """The selection from a row that a CTA holds in registers. It finds the last winner exactly, without a sample.
 
     read      the thread's words, as distances of keys from the highest key: the best element is at the least distance
-    search    a histogram of distances finds the limit, the k-th least distance. The next round divides the bucket that
-              holds it. Usually 16-bit rows take one round, and float32 rows take two
+    search    a histogram of distances finds the limit: the k-th least distance, or one just after k elements. The next
+              round divides the bucket that holds it. Usually 16-bit rows take one round, and float32 rows take two
     ties      if more than k elements are within the limit: counts of ties in each vector find the vector with the last
               tie that wins
     list      each thread has a bit for each of its elements. A prefix sum over the threads says where its winners go
-    write     the list, as after a stream: the winners of thread 0, then of thread 1, and so on
+    write     the list: the winners of thread 0, then of thread 1, and so on
 
 A histogram has a bucket for each vector of the row, so the search for ties is a round like the others. `used` vectors
 of a thread have elements of the row; so the work falls with the row's length. A row of at most k elements needs no

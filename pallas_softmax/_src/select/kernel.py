@@ -1,10 +1,11 @@
-"""The kernel of `top_k` for many winners: selects the k best of each row in one read, and may put them in order.
+"""The kernel of `top_k` for many winners: selects the k best of each row, usually in one read, and may order them.
 
 A row has a CTA or a cluster. Each CTA lists the elements of its part that may win, in shared memory:
 
-    sample (a bound for the whole row) -> stream (list what exceeds it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
+    sample (a bound for the whole row) -> stream (list what reaches it) -> gather (to CTA 0) -> rank, write (CTA 0 only)
 
-`program_of` has these stages, which `stream_ptx` explains. Short rows stay in registers (`held_ptx`).
+`program_of` has these stages, which `stream_ptx` explains. Rows of up to 32 KiB without a mask may stay in registers
+(`held_ptx`, `plan_in_registers`).
 """
 
 import functools
@@ -30,7 +31,8 @@ from pallas_softmax._src.topk.xla import TopK
 def program_of(plan: SelectPlan, dtype: np.dtype, masked: bool, fill: int) -> SelectProgram:
     """Returns the program of a CTA, stage by stage.
 
-    `fill` has the bits of fillings, as a signed number, in the upper half for 16-bit dtypes. -1 is the lowest key.
+    `fill` has the bits of the value that fills results, as an int32; a 16-bit value is in its upper half. -1 is the NaN
+    with the lowest key: without a mask and lengths, only such elements may be missing in a list.
     """
     if plan.in_registers:
         held = HeldRowProgram(plan, dtype, fill)

@@ -1,8 +1,8 @@
 """The lists of a selection: each CTA of a cluster has one, in shared memory. CTA 0 gathers them.
 
 An entry is a word with the sort key of an element, in its upper half if it has 16 bits, and the element's index.
-Entries are in the order of the row. So if entries tie at the last key that wins, the first of them win. An element that
-comes after a compacted list wins only if its key is greater than the least key of the list.
+After a stream, entries are in the order of the row. So if entries tie at the last key that wins, the first of them win.
+An element that comes after a compacted list wins only if its key is greater than the least key of the list.
 """
 
 from collections.abc import Callable

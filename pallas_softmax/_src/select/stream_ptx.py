@@ -4,7 +4,7 @@
                (1 is the largest) bounds the winners from below, and few more than k of all n elements reach it
     stream     the CTA reads its part of the row block by block, and lists the elements above the `floor`, a key that
                is at first just below the bound
-    compact    if the list is full: keep its k best, and raise the floor to the least of them
+    compact    if the list is full: keep its k best (by `find_rank`), and raise the floor to the least of them
     gather     the other CTAs of the cluster append their lists to the list of CTA 0, and end. CTA 0 compacts if needed
     write      CTA 0 writes the k best of the list, as they are listed, or in the order of top-k (`plan.sorted`)
 

@@ -123,11 +123,11 @@ def _rank(lists_gmem: WinnerLists, smem: dict[str, Any], request: Request, row, 
     refs |= {"indices": lists_gmem.indices, "counts": smem["counts"], "buckets": smem["buckets"]}
     # The bound. Thread t looks at list first + t: there are at most as many lists as threads.
     load = functools.partial(blocks.load_from_row, keys, row=row, held=held, stride=k, fill=0)
-    share = load(start=first * k + (k + held - 1) // held - 1)
+    at_rank_s = load(start=first * k + (k + held - 1) // held - 1)
     last = load(start=first * k + k - 1)
     listed = blocks.positions() < held
-    least_share = jnp.min(jnp.where(listed, share, _INT_MAX))
-    bound = jnp.maximum(least_share, jnp.max(jnp.where(listed, last, _INT_MIN)))
+    least_at_s = jnp.min(jnp.where(listed, at_rank_s, _INT_MAX))
+    bound = jnp.maximum(least_at_s, jnp.max(jnp.where(listed, last, _INT_MIN)))
     numbers = {"row": row, "first": first * k, "n": held * k, "bound": bound}
     insert_ptx(rank_lists_program(keys.shape[1], capacity, k, jnp.dtype(request.logits_dtype)), refs, numbers)
 

@@ -61,22 +61,8 @@ def plan_select(call: Call, capability: tuple[int, int]) -> Any:
     """Returns a `SelectPlan`, or what `plan` returns.
 
     A selection reads no more of a row than its length. The other kernels take lengths as a mask, and read whole rows,
-    which is faster for short rows. With k = 8 and lengths from 0 to V, in microseconds:
-
-                                  mask    selection
-        4096 x 2,048, float32       29           47
-        4096 x 8,192, bfloat16      91           44
-
-    With many winners in order, the other kernels order all candidates, and a selection orders the winners. In float32,
-    in microseconds (H100):
-
-        rows x V, k                    selection   ordering kernel
-        4096 x 8,192, 256                   65.0              51.3
-        4096 x 8,192, 512                   71.8              63.5
-        4096 x 8,192, 1024                  85.0             106.5
-        16,384 x 4,096, 256                124.9             118.8
-        16,384 x 4,096, 512                149.0             178.2
-        64 x 131,072, 256                   13.7              17.0
+    which is faster for short rows. With many winners in order, the other kernels order all candidates, and a selection
+    orders the winners. "Selection or another kernel" in benchmarks/results/NOTES.md has the times.
     """
     ordering, k = plan(call, capability), call.k or 0
     has_lengths = call.lengths and call.vocab >= MIN_VOCAB_OF_LENGTHS

@@ -6,21 +6,22 @@ of 4. A group has elements of one thread only; here the groups are drawn side by
     load        5 1 0 2 | 3 9 4 1 | 0 2 2 1 | 8 6 7 3 | 1 0 1 0     each thread adds its elements to its normalizer,
     group_keys     5         9         2         8         1        and keeps the largest key of each of its groups
 
-    bound       5, the 3rd largest of the group_keys: three groups have an element >= 5, so the three best
-                elements of all are >= 5
+    bound       5, about the 3rd largest of the group_keys: three groups have an element >= 5, so the three
+                best elements of all are >= 5
 
     collect     5 | 9 | 8 6 7     the candidates: the elements >= 5. Only groups with group_keys >= 5 are searched.
 
     rank        9 8 7             the 3 best of the candidates, in order
 
-Random logits have few more than k candidates. The candidate count reveals failure. Then bisection over the keys finds
-another bound. There are two kinds of failure:
+Random logits have up to about 1.6 k candidates. Their count reveals failure. Then `_exact_bound` counts all elements:
+first at the same bound, because ties are the usual cause, then by bisection over the keys. There are two kinds of
+failure:
 
-  * More elements reach the bound than the list has room for. Either many elements are equal, or the best ones are
-    concentrated in a few groups.
+  * More elements reach the bound than the list has room for, or more groups than `hits` has room for. Either many
+    elements are equal, or the best ones are concentrated in a few groups.
   * Fewer than k elements reach the bound. One cause is that group maxima count a NaN as the highest key, and a masked
-    element as -inf, while the elements' own keys may be lower. The other cause is a k so large that the bound is
-    chosen for about 1.4 k elements (`plan.bound_rank`), in a row that spreads its best elements over many groups.
+    element as -inf, while the elements' own keys may be lower. The other cause is a large k. The bound is then one that
+    about 1.4 k elements should reach (`plan.bound_rank`). If many groups share the best elements, fewer than k do.
 
 The bisection counts over all elements. It ends as soon as at least k elements reach the bound, and one more condition
 holds: the elements that reach the bound fit into the list, or fewer than k exceed it.
