@@ -215,7 +215,7 @@ def _write_cutoff(p: PartProgram, kept: Kept) -> None:
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
         index, key = p.select(is_cut, last_tie + p.origin, HIGHEST), kept.last_key
-        if p.elements.name == "f16":  # the only dtype whose `p.key` is not its sort key
+        if p.elements.name == "f16":  # its `p.key` is not its sort key
             bits = p.convert(p.convert(p.from_key(key), "f16").bits("s16"), "s32")
             key = p.select(kept.keeps_all(), KEEP_ALL, p.elements.key(bits))
         log_mass = _log_mass(p, kept)

@@ -161,7 +161,7 @@ def search(logits, where, temperature, top_k, top_p, min_p) -> Cutoff:
         last = _last_entry(key, one, jnp.where(top_k < key.shape[-1], top_k, NOWHERE))
     if top_p is not None:
         found = _last_entry(key, kept(mass), mass_goal(top_p, sum_of(kept(mass))))
-        # A top_p of 1 also keeps entries whose mass is 0.
+        # A top_p of 1 also keeps entries without mass.
         last = first_of(last, tuple(jnp.where(top_p >= 1, *both) for both in zip((least_key, NOWHERE), found)))
     if min_p is not None:
         last = first_of(last, (_least_key(logits, where, min_p, totals), NOWHERE))
