@@ -33,7 +33,8 @@ def stored(arrays):
     """
     if jax.__version_info__ >= (0, 11):
         return lax.optimization_barrier(arrays)
-    return lax.platform_dependent(arrays, cpu=_stored_by_branch, default=lax.optimization_barrier)
+    stored_array = functools.partial(lax.platform_dependent, cpu=_stored_by_branch, default=lax.optimization_barrier)
+    return jax.tree.map(stored_array, arrays)  # each by itself: a branch keeps the mesh axes that an array varies over
 
 
 def _stored_by_branch(arrays):

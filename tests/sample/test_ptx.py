@@ -8,13 +8,14 @@ import pytest
 from pallas_softmax._src.gpu.ptx.program import Program
 from pallas_softmax._src.sample import race_ptx
 from pallas_softmax._src.sample.mosaic_gpu import _OF_CUTOFF, row_program
-from pallas_softmax._src.sample.plan import plan_of
+from pallas_softmax._src.sample.plan import plan_of, plan_sample
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS
 from pallas_softmax._src.sample.row_ptx import DRAWN, row_operands
 from tests.support import ptx
 from tests.support.cases import ALL, BF16, F16, F32
 from tests.support.covering import first, first_values, parameter_id
 from tests.support.draws import all_combinations, assert_cutoffs, assert_draws, bits_at, masked_rows
+from tests.support.plans import HOPPER
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -202,3 +203,28 @@ def test_gumbel_noise():
     error = np.abs(got - want) / np.maximum(np.spacing(np.abs(want).astype("f4")), 2.0**-24)
     assert error.max() < 2
     assert got.max() == got[fractions.argmax()] <= race_ptx.MAX_NOISE
+
+
+def rounded_goals():
+    """Yields rows where rounding may move the cutoff, with their temperature, top_k, top_p and min_p."""
+    rng = np.random.default_rng(1)
+    yield (3 * rng.standard_normal(1500)).astype(F32), (0.7, 50, F32.type(1 - 2.0**-23), 0)  # 51 entries reach it
+    yield (2 * np.random.default_rng(3).standard_normal(1500)).astype(BF16), (1, 50, F32.type(1 - 2.0**-24), 0)
+    # a tail of masses of u units of 2^-31, and an element in the bucket of zeros of bfloat16
+    v, u = 20_000, 0.49
+    tail = np.full(v, 1e-6, BF16)
+    tail[7] = 21.5
+    yield tail, (21.5 / np.log(2.0**31 / u), v, F32.type(1 - (v - 1) * u * 2.0**-32), 0)
+    # many elements of the least bfloat16 above the bucket of zeros, one in it, and zeros, at a tiny temperature
+    v, n, t = 40_000, 8000, 2.0**-14 / 9.8
+    low = np.where(np.arange(v) < n, 2.0**-14 * (1 + 2.0**-6), 0).astype(BF16)
+    low[n] = 1e-9
+    zeros = (v - n) * np.exp(-float(low[0]) / t)
+    yield low, (t, v, F32.type((n + 0.8 * zeros) / (n + zeros)), 0)
+
+
+@pytest.mark.parametrize(("x", "parameters"), first(1, [*rounded_goals()]), ids=lambda a: str(getattr(a, "dtype", "")))
+def test_goals_that_rounding_decides(x, parameters):
+    plan = plan_sample(x.size, x.dtype, HOPPER)
+    of_row = [np.array([a], d) for a, d in zip(parameters, (F32, "int32", F32, F32))]
+    assert_cutoffs(run_row(plan, x, None, *parameters)[1], x[None], ["row"], of_row)

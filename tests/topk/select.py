@@ -87,7 +87,8 @@ def machine_launch(x, mask, lengths, k, plan, fill, *, offset=0, rng=None):
         operands |= {"mask": ptx.Device(np.asarray(mask.array), offset), "mask_row": np.asarray(mask.row(row))}
     bits = -1 if fill is None else int(fill.view(f"i{itemsize}")) << 32 - 8 * itemsize
     program = program_of(plan, x.dtype, mask is not None, bits)
-    memory = np.full((len(row), plan.smem_bytes), 0xCD, "u1")
+    # Shared memory holds anything at first, and something else in each CTA.
+    memory = np.random.default_rng(0).integers(0, 256, (len(row), plan.smem_bytes), "u1")
     machine = ptx.Machine(program, memory, plan.threads, operands, rng, clusters=rows)
     machine.run()
     return values.array, indices.array, machine.steps

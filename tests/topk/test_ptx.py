@@ -13,10 +13,11 @@ from pallas_softmax._src.gpu.ptx import merging, ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel, window_kernel
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
-from pallas_softmax._src.topk.plan import candidate_capacity
+from pallas_softmax._src.topk.plan import candidate_capacity, plan_topk
 from tests.support import oracle, ptx
 from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs
+from tests.support.plans import HOPPER
 from tests.topk import kernels
 
 SMEM = 200 * 1024
@@ -343,3 +344,15 @@ def test_merges_of_32_bit_keys(kind, tile, vocab, k):
     if kind == "one lane":
         keys.reshape(len(keys), tile.steps, tile.lanes, tile.vec)[::3, :, 1] += 2**25
     kernels.assert_merged(tile, vocab, k, keys)
+
+
+@pytest.mark.parametrize(("k", "greater"), [(4, (480, 17)), (2, (480, 17, 18))])
+def test_near_ties_that_are_equal(k, greater):
+    """Of equal elements that a lower lane and a higher lane hold, the one in the lower column comes first."""
+    tile = plan_topk(511, k, F32, HOPPER)
+    x = np.sort(np.random.default_rng(0).uniform(-9, 0, tile.shape).astype(F32))
+    x[0, :k], x[0, [*greater]] = 1, np.nextafter(F32.type(1), F32.type(2))
+    program = merging.search_program(tile, 511, k)
+    machine = ptx.run_on_tile(program, ptx.held_by_threads(tile, oracle.order_key(x)))
+    winners = ptx.tile_of(machine, merged_tile(tile, k), "winner")[0, :k]
+    np.testing.assert_array_equal(winners, oracle.topk_indices(x[:1, :511], k)[0])

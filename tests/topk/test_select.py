@@ -13,6 +13,7 @@ from pallas_softmax._src.gpu.hardware import RESERVED_SMEM_BYTES, SMEM_BYTES
 from pallas_softmax._src.select.plan import MAX_SELECTED, MIN_VOCAB, SelectPlan, registers_plan
 from pallas_softmax._src.topk.mosaic_gpu import MIN_VOCAB_OF_LENGTHS
 from tests.support.calls import DTYPES
+from tests.support.cases import BF16, F32
 from tests.support.covering import first, pairs
 from tests.support.gpu import on_a_gpu
 from tests.support.lowering import array, kernel_names, lowered
@@ -107,6 +108,18 @@ def test_few_steps():
     x = rows_of(plan.vocab, plan.k, np.dtype("bfloat16"))["normal"]
     whole, half, winners = (machine_select(plan, x, length=length)[1] for length in (8192, 4096, 512))
     assert half < 0.9 * whole and winners < 0.5 * whole, (whole, half, winners)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype"), first(1, [(1, 8_000_000, F32), (64, 8_000_000, F32), (8, 50_000_000, BF16)])
+)
+def test_a_length_far_below_the_vocabulary(rows, vocab, dtype):
+    """The bound of a row that just does not fit in the list would have a rank beyond the sample."""
+    plan = plan_selection(rows, vocab, 683, dtype, lengths=True)
+    length = plan.capacity + 1
+    x = np.random.default_rng(0).standard_normal(length).astype(dtype)
+    got, _ = machine_select(plan, x, length=length, fill=np.array(-np.inf, dtype))
+    assert_rows(got, x[None], plan.k, lengths=[length])
 
 
 @pytest.mark.slow

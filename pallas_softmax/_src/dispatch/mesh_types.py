@@ -165,7 +165,8 @@ def _all_gather(x: jax.Array, mesh_axes: tuple[str, ...], axis: int = 0) -> jax.
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+    is_abstract = isinstance(x, jax.ShapeDtypeStruct) and x.manual_axis_type is not None
+    return (x if is_abstract else jax.typeof(x)).manual_axis_type.varying
 
 
 # Up to so many devices, one all-gather is faster than two collectives. Beyond, it would grow with the devices.

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
-from pallas_softmax._src.dispatch.mesh_types import varies
+from pallas_softmax._src.dispatch.mesh_types import laid_like, varies
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
@@ -148,7 +148,7 @@ def checked_call(
     x, w, columns, head, workspace_bytes, mesh_axes, vocab = given
     if tokens.teacher_x is not None:
         columns, tokens, head = _with_teacher(given, tokens, options)
-    where = kept_tokens(name, where, given.batch)
+    where = kept_tokens(name, where, given)
     weights = token_weights
     if weights is not None:
         weights = _one_per_token(name, "token_weights", weights, given)
@@ -235,8 +235,10 @@ def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> 
             )
 
 
-def kept_tokens(name: str, where, batch: tuple[int, ...]) -> jax.Array | None:
-    return None if where is None else jnp.broadcast_to(arguments.mask(name, where, batch), batch)
+def kept_tokens(name: str, where, given: Checked) -> jax.Array | None:
+    if where is None:
+        return None
+    return laid_like(given.x, jnp.broadcast_to(arguments.mask(name, where, given.batch), given.batch))
 
 
 def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
@@ -256,6 +258,7 @@ def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
             if probs.shape != labels.shape:
                 shapes = f"{labels.shape}, got {probs.shape}"
                 raise ValueError(f"{name}: label_probs must have the shape of labels, {shapes}")
+            probs = laid_like(given.x, probs)
             found["label_probs"] = probs if where is None else jnp.where(where[..., None], probs, 0)
         if labels.shape[len(given.batch) :] == (0,):  # kernels need a label
             one_more = [(0, 0)] * len(given.batch) + [(0, 1)]
@@ -274,7 +277,7 @@ def checked_tokens(name: str, tokens: Tokens, where, given: Checked) -> Tokens:
 def _one_per_token(name: str, argument: str, value, given: Checked) -> jax.Array:
     value = arguments.array(name, argument, value)
     try:
-        return jnp.broadcast_to(value.astype(given.dtype), given.batch)
+        return laid_like(given.x, jnp.broadcast_to(value.astype(given.dtype), given.batch))
     except ValueError:
         raise ValueError(
             f"{name}: {argument} must be a scalar or broadcast to the shape of labels {given.batch}, got {value.shape}"
@@ -297,4 +300,5 @@ def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:
         )
     if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)
+    labels = laid_like(given.x, labels)
     return jnp.where(formulas.is_column(labels, given.vocab), labels, -1).astype(jnp.int32)

@@ -84,7 +84,7 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     given = checks.checked_projection(x, w, Columns(bias), options)
     k = arguments.winners(name, k, given.vocab)
     log = arguments.static_bool(name, "log", log)
-    where = checks.kept_tokens(name, where, given.batch)
+    where = checks.kept_tokens(name, where, given)
     if tokens.temperature is None:
         tokens = tokens._replace(temperature=jnp.ones(given.batch, given.dtype))
     tokens = checks.checked_tokens(name, tokens, where, given)
@@ -178,7 +178,7 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
     name = options.function
     given = checks.checked_projection(x, w, Columns(bias), options)
     shape, axis = (*given.batch, given.vocab), len(given.batch)
-    where = checks.kept_tokens(name, where, given.batch)
+    where = checks.kept_tokens(name, where, given)
     numbers: dict = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     is_default = all(a is None for a in numbers.values())
     per_row = parameters(name, jax.ShapeDtypeStruct(shape, given.dtype), axis, **numbers)

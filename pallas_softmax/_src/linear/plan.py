@@ -16,19 +16,7 @@ ATOM_COLUMNS = 64  # 16-bit elements in SWIZZLE_BYTES
 TILE_K = ATOM_COLUMNS  # columns of a block of x, rows of a block of w
 
 
-# Chosen on an H100 80GB HBM3 (jax 0.11.2, 2026-11-22). Times of the statistics of (8192, 4096) @ (4096, 128256)
-# bfloat16:
-#
-#     cuBLAS, only the product                       10.48 ms
-#     clusters of 2 CTAs, 3 stages, 8 rows together  10.46 ms
-#     clusters of 2 CTAs, 4 stages, 8 rows together  10.69 ms
-#     no clusters                                    11.51 ms
-#
-# In another run cuBLAS took 10.61 ms:
-#
-#     4 rows together                                11.09 ms
-#     8 rows together                                11.00 ms
-#     16 rows together                               10.99 ms
+# "Tiles of the product" in benchmarks/results/NOTES.md has the times behind these numbers.
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     cluster: int = 2  # CTAs of a cluster. They take tiles one below the other, and share each block of w

@@ -30,7 +30,9 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
 # mass counts as this many units.
 MOST_UNITS = 2.0**31
-_HALF_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
+# In the search over a whole row, which may have 2^20 masses, each much less than the largest one.
+_ROW_UNITS, _WORDS = 2.0**47, 3
+_PART_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
 
 
 class Kept:
@@ -42,6 +44,7 @@ class Kept:
         self.mass = p.var(total)  # of all kept entries
         # How many entries have the last key, and how many of them are kept, in the CTA with the number of this lane.
         self.equal, self.equal_kept = p.var(0, "u32"), p.var(0, "u32")
+        self.number = p.var(2**32 - 1, "u32")  # of kept entries with the last key
         self.listed = p.var(False, "pred")  # whether all kept entries are in the lists of the CTAs
 
     def keeps_all(self) -> Value:
@@ -57,10 +60,13 @@ class Kept:
         p = self._p
         before, all_equal = p.before(equal)
         room = p.max((number - before).bits("s32"), 0).bits("u32")
-        p.set(self.last_key, key)
-        p.set(self.equal, equal)
-        p.set(self.equal_kept, p.min(room, equal))
-        p.set(self.mass, mass_above + p.convert(p.min(number, all_equal), "f32") * p.mass(p.from_key(key)))
+        # Rounding may put a share of the kept mass after the last entry that an earlier filter kept.
+        with p.when((key > self.last_key) | (key.equals(self.last_key) & (number < self.number))):
+            p.set(self.last_key, key)
+            p.set(self.number, number)
+            p.set(self.equal, equal)
+            p.set(self.equal_kept, p.min(room, equal))
+            p.set(self.mass, mass_above + p.convert(p.min(number, all_equal), "f32") * p.mass(p.from_key(key)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,33 +100,41 @@ class FilterSearch:
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
     """Finds the last entry by rounds of `narrow` over the elements of all CTAs, and updates `f.kept`.
 
-    Its key is from `high` down to `low`; `above` is the measure above `high`. A sum has two words, for the lower and
-    the upper 16 bits of the integers.
+    Its key is from `high` down to `low`; `above` is the measure above `high`. A sum has three words, for 16 bits of
+    the integers each.
     """
     p = f.p
     keys, greatest = KeyRange(p, high, low), p.from_key(high)
     sums = p.var(p.word(SCRATCH.histogram))
-    other_sums = p.var(sums + 4 * 2 * DIGIT)
+    other_sums = p.var(sums + 4 * _WORDS * DIGIT)
     rest = f.goal - above  # what the range must reach
-    in_units = p.divide(rest, p.mass(greatest) * (1 / MOST_UNITS))
+    in_units = p.divide(rest, p.mass(greatest)) * _ROW_UNITS
     rest = p.var(p.max(f.measure(in_units, rest), 1.0))
 
-    def units_of(key):
-        return p.convert(p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit) * MOST_UNITS, "u32", "rni")
+    def relative_mass(key):
+        return p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit)
+
+    def parts_of(key):  # the lowest 16 bits first; all differences are exact
+        scaled, parts = relative_mass(key) * (_ROW_UNITS * 2.0**-32), []
+        for _ in range(_WORDS):
+            part = p.convert(scaled, "u32", "rzi")
+            scaled = (scaled - p.convert(part, "f32")) * 2.0**_PART_BITS
+            parts.insert(0, part)
+        return parts
 
     def one_round(bucket_of):
         zero = p.var(0, "u32")
-        for first in range(0, 2 * DIGIT, p.plan.threads):
-            p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
+        for first in range(0, _WORDS * DIGIT, p.plan.threads):
+            p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < _WORDS * DIGIT - first)
         p.barrier()
 
         def add(x):
             key = p.key(x)
             bucket, inside = bucket_of(key)
             with p.when(inside):
-                at, units = sums + bucket * 4, f.measure(units_of(key), 1)
-                p.add_to(at, units & 2**_HALF_BITS - 1)
-                p.add_to(at, units >> _HALF_BITS, offset=4 * DIGIT)
+                at = sums + bucket * 4
+                for i, part in enumerate(parts_of(key)):
+                    p.add_to(at, f.measure(part, 0 if i else 1), offset=4 * DIGIT * i)
 
         p.sweep_elements(add)
         p.sync_cluster()
@@ -137,7 +151,7 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
         return bucket
 
     narrow(p, keys, DIGIT, one_round)
-    number = f.number_that_reaches(rest, p.convert(p.max(units_of(keys.high), 1), "f32"))
+    number = f.number_that_reaches(rest, p.max(relative_mass(keys.high) * _ROW_UNITS, 1.0))
     mass_above, equal = p.var(0, "f32"), p.var(0, "u32")
 
     def add(x):
@@ -157,10 +171,12 @@ def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
     # all other code.
     with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
         at = sums + p.lane * (4 * _LANE_BUCKETS)
-        low, high = (p.of_cta(at + 4 * first, cta, "u32", _LANE_BUCKETS) for first in (0, DIGIT))
-        for total, *words in zip(totals, low, high):
-            lower_bits, others = (p.convert(word, "f32") for word in words)
-            p.increase(total, p.multiply_add(others, 2.0**_HALF_BITS, lower_bits))
+        words = [p.of_cta(at + 4 * DIGIT * i, cta, "u32", _LANE_BUCKETS) for i in reversed(range(_WORDS))]
+        for total, first, *others in zip(totals, *words):
+            sum_ = p.convert(first, "f32")
+            for word in others:
+                sum_ = p.multiply_add(sum_, 2.0**_PART_BITS, p.convert(word, "f32"))
+            p.increase(total, sum_)
     return totals
 
 
@@ -286,9 +302,10 @@ def search_values(f: FilterSearch, counted: Value) -> Value:
     above, mass_above, equal, near_zero = _sums_around(f, zero, bucket)
 
     # Error bound on the near-zero mass: all elements of a bucket count as its greatest or its least value.
-    mass_error = near_zero * p.mass(p.var(0, "f32")) * p.octaves_per_unit * 2.0 ** (1 - _NEAR_ZERO)
-    mass_error = p.select(bucket + 1 >= _bucket_of_negative_zero(zero), mass_error, 0.0)
     positive, negative = _buckets_near_zero(zero)
+    greatest = _bounded_mass(p, _value(p, zero, positive))
+    mass_error = near_zero * greatest * p.octaves_per_unit * 2.0 ** (1 - _NEAR_ZERO)
+    mass_error = p.select(bucket + 1 >= _bucket_of_negative_zero(zero), mass_error, 0.0)
     is_one_value = (bucket < _LAST) & bucket.differs(positive) & bucket.differs(negative)
     exact = is_one_value & (mass_error <= mass_above * _MASS_ERROR)
     with p.when(exact):

@@ -40,7 +40,7 @@ def words(key: jax.Array, shape: tuple[int, ...], axis: int) -> list[jax.Array]:
     """
     batch = shape[:axis] + shape[axis + 1 :]
     data = jnp.broadcast_to(jax.random.key_data(key), (*batch, 2))
-    high, low = (jnp.zeros(batch, jnp.uint32),) * 2
+    high, low = (jnp.zeros_like(data[..., 0]),) * 2  # with its Explicit mesh axes
     if key.ndim == 0:
         before, after = (math.prod(s) for s in (shape[:axis], shape[axis + 1 :]))
         # arrays (before, after): row (i, j) starts at i * V * after + j

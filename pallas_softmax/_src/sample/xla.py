@@ -29,15 +29,8 @@ from pallas_softmax._src.stats.xla import logits_at
 from pallas_softmax._src.temperatures import Temperature, is_zero
 from pallas_softmax._src.topk.xla import best_order
 
-# The number of candidates of a row on a CPU, and the shortest rows that have candidates. On two CPU cores, `lax.top_k`
-# takes 13 ms for 128 elements of each of 64 rows of 128,256, and 39 ms for 1,024 elements. A draw from each of 64 rows
-# took, in ms (jax 0.11.2, 2026-11-23):
-#
-#                                       V = 4,096   8,192   16,384
-#   top_k = 50              search            1.4     2.7      5.6
-#                           candidates        3.1     3.8      4.8
-#   top_k = 50 and a top_p  search            2.4     4.5      8.6
-#                           candidates        3.1     3.9      5.0
+# The number of candidates of a row on a CPU, and the shortest rows that have candidates ("On a CPU" in
+# benchmarks/results/NOTES.md).
 _CANDIDATES, _LONG_ROW = 128, 2**14
 
 

@@ -188,7 +188,7 @@ def search_zone(f: FilterSearch, zone: Zone, searched: Value) -> None:
     several = zone.found & ~nothing & ~one_key
     listed = several & zone.has_room
     two_keys = several & ~zone.has_room & (zone.greatest - zone.least).equals(1)
-    with p.when(nothing):
+    with p.when(nothing & f.kept.keeps_all()):
         f.kept.all_down_to(KEEP_ALL, zone.mass_above)
     with p.when(one_key):
         f.keep_down_to(zone.least, zone.above, zone.mass_above, zone.number_of_cta)

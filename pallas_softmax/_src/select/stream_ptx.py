@@ -171,6 +171,7 @@ class SelectProgram(ListProgram):
                 self.mask_elements(words[4 * i : 4 * i + 4], self.index(vector), self.var(True, "pred"))
         a, b = plan.rank_coefficients(self.element.itemsize)
         rank = self.convert(self.divide(self.var(a, "f32"), self.convert(self.length, "f32")) + b, "u32")
+        rank = self.min(rank, plan.sampled(self.element.itemsize))  # a length far below `vocab` may ask for more
         keys = self.element.keys(words)
         largest, least = self.reduce("max", keys), self.reduce("min", keys)
         # Sets `low` to a high key that at least `rank` sampled elements reach. Each group of threads has an element

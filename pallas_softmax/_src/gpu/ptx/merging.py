@@ -390,7 +390,8 @@ def _put_in_order(p: TileProgram, row: int, words: list[Value], pairs: Value) ->
             next_i, next_lane = p.select(is_last, 0, i + 1), p.select(is_last, lane + 1, lane)
             word, next_word = _value_in_lane(p, words, i, lane), _value_in_lane(p, words, next_i, next_lane)
             key, next_key = (_whole_key(p, row, w, lane) for w in (word, next_word))
-            with p.when(key < next_key):
+            # Words of equal keys compare columns: a near tie that came later may have a lower one.
+            with p.when((key < next_key) | (key.equals(next_key) & (word < next_word))):
                 put(i, lane, next_word)
                 put(next_i, next_lane, word)
                 p.set(exchanged, True)
