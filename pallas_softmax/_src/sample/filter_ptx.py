@@ -30,9 +30,8 @@ from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FIN
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
 # mass counts as this many units.
 MOST_UNITS = 2.0**31
-# In the search over a whole row, which may have 2^20 masses, each much less than the largest one.
-_ROW_UNITS, _WORDS = 2.0**47, 3
-_PART_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
+_HALF_BITS, _LANE_BUCKETS = 16, DIGIT // LANES
+_GOLDEN = 0x61C88647  # its multiples are spread evenly modulo 2^32
 
 
 class Kept:
@@ -100,41 +99,40 @@ class FilterSearch:
 def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> None:
     """Finds the last entry by rounds of `narrow` over the elements of all CTAs, and updates `f.kept`.
 
-    Its key is from `high` down to `low`; `above` is the measure above `high`. A sum has three words, for 16 bits of
-    the integers each.
+    Its key is from `high` down to `low`; `above` is the measure above `high`. A sum has two words, for the lower and
+    the upper 16 bits of the integers.
     """
     p = f.p
     keys, greatest = KeyRange(p, high, low), p.from_key(high)
     sums = p.var(p.word(SCRATCH.histogram))
-    other_sums = p.var(sums + 4 * _WORDS * DIGIT)
+    other_sums = p.var(sums + 4 * 2 * DIGIT)
     rest = f.goal - above  # what the range must reach
-    in_units = p.divide(rest, p.mass(greatest)) * _ROW_UNITS
+    in_units = p.divide(rest, p.mass(greatest) * (1 / MOST_UNITS))
     rest = p.var(p.max(f.measure(in_units, rest), 1.0))
 
-    def relative_mass(key):
-        return p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit)
+    def units_of(key):
+        return p.exp2((p.from_key(key) - greatest) * p.octaves_per_unit) * MOST_UNITS
 
-    def parts_of(key):  # the lowest 16 bits first; all differences are exact
-        scaled, parts = relative_mass(key) * (_ROW_UNITS * 2.0**-32), []
-        for _ in range(_WORDS):
-            part = p.convert(scaled, "u32", "rzi")
-            scaled = (scaled - p.convert(part, "f32")) * 2.0**_PART_BITS
-            parts.insert(0, part)
-        return parts
+    turn = p.fresh("u32")
+
+    def rounded(units):  # Up and down in turn. If all went to the nearest, equal masses would add up their errors.
+        return p.convert(units + p.convert(turn >> 8, "f32") * 2.0**-24, "u32", "rzi")
 
     def one_round(bucket_of):
+        p.set(turn, (p.cta * p.plan.threads + p.thread) * _GOLDEN)  # an element is rounded alike in all rounds
         zero = p.var(0, "u32")
-        for first in range(0, _WORDS * DIGIT, p.plan.threads):
-            p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < _WORDS * DIGIT - first)
+        for first in range(0, 2 * DIGIT, p.plan.threads):
+            p.store(sums + p.thread * 4, zero, offset=4 * first, when=p.thread < 2 * DIGIT - first)
         p.barrier()
 
         def add(x):
             key = p.key(x)
             bucket, inside = bucket_of(key)
+            p.increase(turn, _GOLDEN)
             with p.when(inside):
-                at = sums + bucket * 4
-                for i, part in enumerate(parts_of(key)):
-                    p.add_to(at, f.measure(part, 0 if i else 1), offset=4 * DIGIT * i)
+                at, units = sums + bucket * 4, f.measure(rounded(units_of(key)), 1)
+                p.add_to(at, units & 2**_HALF_BITS - 1)
+                p.add_to(at, units >> _HALF_BITS, offset=4 * DIGIT)
 
         p.sweep_elements(add)
         p.sync_cluster()
@@ -151,7 +149,7 @@ def search_digits(f: FilterSearch, high: Value, low: Value, above: Value) -> Non
         return bucket
 
     narrow(p, keys, DIGIT, one_round)
-    number = f.number_that_reaches(rest, p.max(relative_mass(keys.high) * _ROW_UNITS, 1.0))
+    number = f.number_that_reaches(rest, p.max(units_of(keys.high), 2.0**-40))
     mass_above, equal = p.var(0, "f32"), p.var(0, "u32")
 
     def add(x):
@@ -171,12 +169,10 @@ def _sums_of_ctas(p: PartProgram, sums: Value, rest: Value) -> list[Value]:
     # all other code.
     with p.each(0, p.select(rest > 0.0, p.ctas, 0, "u32")) as cta:
         at = sums + p.lane * (4 * _LANE_BUCKETS)
-        words = [p.of_cta(at + 4 * DIGIT * i, cta, "u32", _LANE_BUCKETS) for i in reversed(range(_WORDS))]
-        for total, first, *others in zip(totals, *words):
-            sum_ = p.convert(first, "f32")
-            for word in others:
-                sum_ = p.multiply_add(sum_, 2.0**_PART_BITS, p.convert(word, "f32"))
-            p.increase(total, sum_)
+        low, high = (p.of_cta(at + 4 * first, cta, "u32", _LANE_BUCKETS) for first in (0, DIGIT))
+        for total, *words in zip(totals, low, high):
+            lower_bits, others = (p.convert(word, "f32") for word in words)
+            p.increase(total, p.multiply_add(others, 2.0**_HALF_BITS, lower_bits))
     return totals
 
 
