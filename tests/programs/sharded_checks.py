@@ -706,6 +706,38 @@ def temperature_of_each_device(how):
         jax.jit(f)(at.place(x), np.ones(at.mesh.shape["v"], F32))
 
 
+@each(how=["shard_map"])
+def mask_of_rows_and_chunks_of_tokens(how):
+    """All devices have the same mask, one number per row; and a projection takes its tokens in several chunks."""
+    at, x, rows = split("both", how), logits(), np.arange(len(logits()))[:, None] != 3
+    run = lambda x, where, **options: ps.sample(jax.random.key(0), x, where=where, **options)  # noqa: E731
+    f = functools.partial(run, axis_name="v")
+    got = jax.jit(jax.shard_map(f, mesh=at.mesh, in_specs=(P(None, "v"), P()), out_specs=P()))(x, rows)
+    assert_near(got, run(x, rows))
+    tokens, w = (np.random.default_rng(0).standard_normal(shape).astype(F32) for shape in ((32, 8), (8, 64)))
+    f = lambda tokens, w: ps.linear_logsumexp(tokens, w, workspace_bytes=1, axis_name="v")  # noqa: E731
+    f = jax.shard_map(f, mesh=at.mesh, in_specs=(P(), P(None, "v")), out_specs=P(), axis_names={"v"})
+    assert_near(jax.jit(f)(tokens, w), ps.linear_logsumexp(tokens, w))
+
+
+@each(how=["explicit"])
+def numbers_of_tokens_sharded_unlike_x(how):
+    rng, named = np.random.default_rng(0), mesh(how)
+    x, w, number = (rng.standard_normal(shape).astype(F32) for shape in ((8, 8, 16), (16, 64), (8, 8)))
+    labels, keys = rng.integers(0, 64, (8, 8)), jax.random.split(jax.random.key(0), (8, 8))
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(named, P(*spec)))  # noqa: E731
+
+    def loss(x, labels, where, weights):
+        return ps.linear_cross_entropy(x, w, labels, where=where, token_weights=weights, temperature=1 + weights)
+
+    arrays = labels, number > -1, np.abs(number)
+    with jax.set_mesh(named):
+        got = jax.jit(jax.value_and_grad(loss))(put(x, "b"), *(put(a, s) for a, s in zip(arrays, ("v", "b", None))))
+        drawn = jax.jit(ps.linear_sample)(put(keys, "b"), put(x, "b"), w)
+    assert_near(got, jax.value_and_grad(loss)(x, *arrays))
+    assert_near(drawn, ps.linear_sample(keys, x, w))
+
+
 # --- Reshapes after which XLA splits a mesh axis over two dimensions ------------------------------------
 
 HEAD = np.random.default_rng(0).standard_normal((16, 16)).astype(F32)
