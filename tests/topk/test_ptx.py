@@ -348,7 +348,7 @@ def test_merges_of_32_bit_keys(kind, tile, vocab, k):
 
 @pytest.mark.parametrize(("k", "greater"), [(4, (480, 17)), (2, (480, 17, 18))])
 def test_near_ties_that_are_equal(k, greater):
-    """Of equal elements that a lower lane and a higher lane hold, the one in the lower column comes first."""
+    """The one in the lower column comes first, though the lane with the higher column is lower."""
     tile = plan_topk(511, k, F32, HOPPER)
     x = np.sort(np.random.default_rng(0).uniform(-9, 0, tile.shape).astype(F32))
     x[0, :k], x[0, [*greater]] = 1, np.nextafter(F32.type(1), F32.type(2))
