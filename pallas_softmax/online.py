@@ -184,7 +184,8 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
     """Returns the k best of two candidate lists along the last axis, by the total order and then the lowest index.
 
     Args:
-      a, b: candidates of one dtype. All dimensions but the last are equal.
+      a: the candidates of a part of the row.
+      b: the same of another part, with values of the same dtype. Their shapes differ in the last dimension at most.
       k: number of winners, at most the candidates of both lists.
 
     Raises:
