@@ -355,7 +355,7 @@ TYPE_ERRORS = {
 }
 VALUE_ERRORS = {
     "online.merge: k must be from 0 to .* 4, got 5": lambda: ps.online.merge(FOUND, FOUND, 5),
-    r"online.merge: values and indices must fit, .* \[\(2,\), \(1,\)\]": lambda: ps.online.merge(
+    r"online.merge: values and indices must fit, .* \(\(2,\), \(1,\)\)": lambda: ps.online.merge(
         FOUND, FOUND._replace(indices=LABELS[:1]), 1
     ),
     r"verify: temperature must be .* per row \(2,\), or .* \(2, 1\), got shape \(3,\)": lambda: ps.verify(

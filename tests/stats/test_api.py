@@ -145,6 +145,12 @@ def test_a_label_far_below_the_largest_logit(gap, t):
     np.testing.assert_allclose(found, [-gap / t, gap / t**2, gap / t**2, -2 * gap / t**3], rtol=1e-5)
 
 
+def test_a_label_whose_distance_overflows():
+    """Its log-probability is -inf. The derivative of the entropy in the temperature is 0 all the same."""
+    x = jnp.array([-3e38, 3e38])
+    assert jax.grad(lambda t: ps.token_stats(x, 0, temperature=t).entropy)(1.0) == 0
+
+
 def test_no_columns():
     got = ps.token_stats(X[:, :0])
     assert np.isnan(got.entropy).all() and np.isneginf(got.logsumexp).all()

@@ -135,7 +135,7 @@ def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> St
     if tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
-        is_column = (tokens.labels >= 0) & (tokens.labels < vocab)
+        is_column = formulas.is_column(tokens.labels, vocab)
         tile = jnp.where(is_column, tokens.labels, 0) // TILE_N
         label_logit = jnp.where(is_column, at(sums.label_logit.T, tile[:, None])[:, 0], 0)
     total, argmax = None if sums.total is None else _total(sums.total), None

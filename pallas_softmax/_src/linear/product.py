@@ -34,6 +34,7 @@ read it.
        CTA 1, tile (i + 1, j)    block of a ─► CTA 1     second half                    ─► CTAs 0 and 1
 
 Tiles may extend beyond the matrices. There, loads read zeros, and stores write nothing. Zeros add nothing to a product.
+(Of an a with fewer rows than a tile, no zeros are copied: `copied_rows`.)
 Matrices are copied in swizzle atoms of 8 rows and 128 bytes, so their dimensions must be multiples of an atom.
 """
 
@@ -185,7 +186,7 @@ class _TilesOfCta:
 
     @property
     def copied_rows(self) -> int:
-        """The rows of a block of a. If a has fewer than a tile, the other rows hold anything, for results beyond a."""
+        """The rows of a block of a that are copied. Below them, where a has no rows, shared memory holds anything."""
         return min(TILE_M, self.a_gmem.shape[0])
 
     def over_tiles(self, take: Callable[[Any, Any, Callable], None]) -> Any:

@@ -166,7 +166,8 @@ def _harmless(residuals, where, scaled):
     # Where x is -inf, u is a constant: its derivative in the temperature would be NaN.
     no_mass = jnp.isneginf(x) | ~has_entropy
     scale = Temperature.of(temperature) if scaled else None
-    u = jnp.where(no_mass, normalizers.FAR, normalizers.below(jnp.where(no_mass, 0, x), m, scale))
+    u = jnp.maximum(normalizers.below(jnp.where(no_mass, 0, x), m, scale), jnp.finfo(m.dtype).min)
+    u = jnp.where(no_mass, normalizers.FAR, u)
     return has_entropy, u, temperature, m, d, t
 
 

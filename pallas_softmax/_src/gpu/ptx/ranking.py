@@ -55,7 +55,7 @@ _AT_ONCE = 4  # candidates that a thread compares with its own at once
 
 # Wrong values of these cost time, never a winner.
 _BATCH = 4  # candidates that a thread handles together, for buckets
-_LOADED_AGAIN = 8  # counters of a thread, at most, that are loaded twice: their registers are for more CTAs
+_LOADED_AGAIN = 8  # up to so many counters of a thread are loaded twice: held, they would take registers of a CTA
 _IN_BUCKET = 32  # with more candidates in one bucket, buckets are slower than counting and sorting
 _OCTAVES = 16  # powers of two between the largest magnitude and the magnitudes that count as 0
 _INDEX_BITS = 16  # bits of an index that count, so that a distance has 32
