@@ -198,16 +198,16 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       >>> ps.online.merge(a, b, 2)
       Candidates(values=Array([9, 8], dtype=int32), indices=Array([1, 5], dtype=int32))
     """
-    a, b = (
+    lists = [
         [arguments.array("online.merge", f"{name}.{field}", x) for field, x in zip(Candidates._fields, of, strict=True)]
         for name, of in (("a", a), ("b", b))
-    )
-    dtypes, shapes = [c[0].dtype for c in (a, b)], [(c[0].shape, c[1].shape) for c in (a, b)]
+    ]
+    dtypes, shapes = [v.dtype for v, _ in lists], [(v.shape, i.shape) for v, i in lists]
     if dtypes[0] != dtypes[1]:
         raise TypeError(f"online.merge: a.values and b.values must have one dtype, got {dtypes[0]} and {dtypes[1]}")
     if any(not v or v != i or v[:-1] != shapes[0][0][:-1] for v, i in shapes):
         raise ValueError(f"online.merge: values and indices must fit, each (..., n), got the shapes {shapes}")
     k = arguments.winners("online.merge", k, sum(v[-1] for v, _ in shapes))
-    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(a, b))
+    values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(*lists))
     *_, values, indices = lax.sort((~sort_keys.key(values), indices, values, indices), num_keys=2)
     return Candidates(values[..., :k], indices[..., :k])

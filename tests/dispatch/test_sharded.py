@@ -28,6 +28,7 @@ from tests.support.lowering import array, kernel_names, lowered
 
 # The fast set has the first check of each kind, except for kinds that take long.
 LONG = ("partition", "axes", "tokens", "verified", "linear_statistics", "linear_left_out", "linear_draws")
+LONG += ("mask_of_rows", "numbers_of_tokens")
 FIRST = {name.partition("-")[0]: name for name in reversed(CHECKS)}
 FAST = [name for kind, name in FIRST.items() if not kind.startswith(LONG)]
 SLOW = [name for name in CHECKS if name not in FAST]

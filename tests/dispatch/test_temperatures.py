@@ -9,7 +9,7 @@ import pytest
 
 import pallas_softmax as ps
 from tests.support import oracle
-from tests.support.covering import first, pairs
+from tests.support.covering import first, first_values, pairs
 
 KEY = jax.random.key(0)
 LABELS = np.array([1, 0], np.int32)
@@ -94,7 +94,7 @@ def test_gradients_at_any_temperature(name, temperature):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-38)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", first_values(1, FUNCTIONS))
 def test_a_subnormal_temperature_of_float64_logits(name, x64):
     """It is not 0, though a CPU would convert it to 0."""
     t = np.float32(1e-42)
