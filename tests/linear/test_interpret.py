@@ -119,8 +119,9 @@ def test_interpreted_token_stats(n, depth, vocab, dtype, features, peak, workspa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("top_p", [None, 0.9])
 @pytest.mark.parametrize(("n", "depth", "vocab", "temperature"), [(9, 64, 320, 0.7), (3, 72, 257, None)])
-def test_interpreted_sample(n, depth, vocab, temperature):
+def test_interpreted_sample(n, depth, vocab, temperature, top_p):
     """The kernel writes the logits before it divides them. Log-probabilities have the bits of `linear_log_probs`."""
     x, w, _, _ = linear.arrays(n, depth, vocab, "bfloat16", peak=2)
     t = None if temperature is None else jnp.full(n, temperature)
@@ -129,7 +130,7 @@ def test_interpreted_sample(n, depth, vocab, temperature):
     if depth % 64 == 0:  # otherwise `OPERATIONS` pad the arrays
         z, _ = mosaic_gpu.logits(**sizes)
         np.testing.assert_allclose(z[:, :vocab], linear.logits(x, w)[0], rtol=1e-5, atol=1e-5)
-    linear.assert_sample(mosaic_gpu.OPERATIONS, x, w, t)
+    linear.assert_sample(mosaic_gpu.OPERATIONS, x, w, t, top_p)
 
 
 @pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))

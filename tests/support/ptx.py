@@ -249,7 +249,7 @@ class Machine:
         base, _, offset = address.strip("[]").partition("+")
         at = self.value(base.strip(), group, "u64").astype(np.int64) + int(offset or 0)
         where = f"{'.'.join(op)} {arguments}"
-        memory, *row, at = (self._in_device if op[1] == "global" else self._in_shared)(
+        memory, *row, at = (self._in_device if "global" in op else self._in_shared)(
             op, at, size * len(names), group, where
         )
         memory = memory.view(f"u{size}")

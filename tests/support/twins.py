@@ -23,7 +23,7 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route import xla as route_xla
 from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
-from pallas_softmax._src.sample.noise import advance
+from pallas_softmax._src.sample.noise import advance, gumbel_at
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
 from pallas_softmax._src.topk import xla as topk_xla
@@ -265,6 +265,19 @@ def _first_of_largest(z, m, column):
     return jnp.min(normalizers.if_largest(column, z, m[:, None]), 1)
 
 
+def _best_sums(z, notes, numbers, first_row, first_column, *, rows):
+    *words, bits = numbers
+    words = jnp.stack([lax.bitcast_convert_type(a, jnp.uint32) for a in words], 1)
+    t = lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+    columns = first_column + lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    noisy = z / jnp.where(t == 0, 1, t) + gumbel_at(words, columns, 1) + 0.0
+    drawable = jnp.isfinite(z) & (t == t)
+    key = jnp.where(drawable, sort_keys.key(jnp.where(t == 0, z, noisy)), sort_keys.key(-jnp.inf * jnp.ones_like(z)))
+    best = jnp.argmax(key, 1)[:, None]
+    key, x, index, wins = (jnp.take_along_axis(a, best, 1)[:, 0] for a in (key, z, columns, drawable))
+    return key, jnp.where(wins, index, HIGHEST), jnp.where(wins, x, -jnp.inf)
+
+
 def _store_numbers(gmem, at, end, values):
     def store(i, carry):
         @pl.when(at[i] < end[i])
@@ -327,6 +340,8 @@ TWINS = {
     "scores_ptx.keep_groups": _keep_groups,
     "logits_kernel._columns": lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1),
     "logits_kernel._first_of_largest": _first_of_largest,
+    "draw_ptx.keep_bounds": lambda *args, steps: None,
+    "draw_ptx.best_sums": _best_sums,
     "several_labels._labels_at": lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)],
     "several_labels._store": _store_numbers,
 }

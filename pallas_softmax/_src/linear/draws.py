@@ -6,6 +6,8 @@ z at the tokens, the normalizer ──► log_probs         as in `linear_log_pr
 
 One kernel sums the rows for both functions, and both divide z by the temperature with the same rounding. So their
 log-probabilities have the same bits.
+
+Without filters, the kernel of the product draws itself, and writes no z (`draw_ptx.py`).
 """
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax import lax
 
 from pallas_softmax._src.dispatch import mesh
 from pallas_softmax._src.dispatch.operation import Choice
+from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.losses import Statistics, Tokens, at_columns, is_temperature, token_losses
 from pallas_softmax._src.linear.projection import Projection
 from pallas_softmax._src.masks import positions, stored
@@ -31,25 +34,43 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     layer = Projection(functions, w, columns, **static)
     dtype, vocab, mesh_axes = widen(x).dtype, layer.vocab, layer.mesh_axes
     first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
+    assert tokens.draw is not None
+    unfiltered = all(a is None for a in tokens.draw[1:])
+    in_product = functions.draw and sampler.call.operation is SAMPLE and unfiltered and not mesh_axes
 
-    def drawn(x, tokens: Tokens) -> tuple:
-        own = layer.with_own_labels(tokens, x)
-        z, normalizer = functions.logits(x, w, columns.bias, own, head=layer.head)
-        indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
+    def log_prob(normalizer, z_at_index, indices, tokens: Tokens):
         # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
-        label_logit = stored(tokens.divided(at_columns(z, indices - first, vocab)))
+        label_logit = stored(tokens.divided(z_at_index))
         statistics = Statistics(normalizer, label_logit, None).merged(mesh_axes, vocab)
         tokens_drawn = tokens._replace(labels=indices)
-        losses = token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)
-        log_probs = 0 - losses  # not -0
+        return 0 - token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)  # not -0
+
+    def from_logits(x, tokens: Tokens) -> tuple:
+        z, normalizer = functions.logits(x, w, columns.bias, tokens, head=layer.head)
+        indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
+        log_probs = log_prob(normalizer, at_columns(z, indices - first, vocab), indices, tokens)
         if tokens.temperature is not None:  # `sample` takes more temperatures than `linear_log_probs`
             log_probs = jnp.where(is_temperature(tokens.temperature), log_probs, of_sampler)
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
+    def drawn_in_product(x, tokens: Tokens) -> tuple:
+        column, logit, normalizer = functions.draw(x, w, columns.bias, tokens, head=layer.head)
+        indices = jnp.where(jnp.isfinite(normalizer.m), column, -1)
+        log_probs = log_prob(normalizer, logit, indices, tokens)
+        results = indices, log_probs, jnp.maximum(tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs)), log_probs)
+        if tokens.temperature is None:
+            return results
+        # The largest quotient overflows, or only `sample` takes the temperature.
+        unusual = jnp.isinf(normalizer.m) | ~is_temperature(tokens.temperature)
+        return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), results)
+
+    if in_product and tokens.temperature is None:
+        return layer.on_kept_rows(drawn_in_product, x, tokens, functions.bytes_per_logit(x.dtype.itemsize)[0])
     # plain JAX stores z / temperature too
     arrays = 2 if functions.are_plain and tokens.temperature is not None else 1
-    return layer.on_kept_rows(drawn, x, tokens, arrays * dtype.itemsize)
+    step = drawn_in_product if in_product else from_logits
+    return layer.on_kept_rows(step, x, tokens, arrays * dtype.itemsize)
 
 
 def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> tuple:

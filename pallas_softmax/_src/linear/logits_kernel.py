@@ -14,12 +14,14 @@ exponentials. For a divergence, it also writes the logits z. `logit_gradients` w
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -30,6 +32,7 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
+from pallas_softmax._src.linear.draw_ptx import BOUNDS, OPERANDS, best_sums, keep_bounds
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Place, product, store
@@ -38,15 +41,28 @@ from pallas_softmax._src.normalizers import Moments, Normalizer
 
 
 def reduce_logits(
-    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", reference_gmem, sums_gmem, stored_gmem
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", reference_gmem, sums_gmem, stored_gmem, winners_gmem
 ) -> None:
     """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store one array of it.
 
     The array is z; z before the temperature divides it (`head.undivided`); or, with a reference, the exponentials.
     """
-    z, column = _logits(acc, place, inputs, head, vocab, stored_gmem if head.undivided else None)
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-    if isinstance(inputs.labels, SeveralLabels):
+
+    def take_undivided(z) -> None:
+        if winners_gmem is not None:
+            numbers = [_load_per_row(inputs.draw.at[i], place) for i in range(OPERANDS)]
+            rows = inputs.draw.shape[1]
+            found = best_sums(z, place.notes, numbers, place.row, place.column, rows=rows)
+            for gmem, number in zip(winners_gmem, found):
+                gmem[own] = number
+        elif head.undivided:
+            store(place, z, stored_gmem)
+
+    z, column = _logits(acc, place, inputs, head, vocab, take_undivided)
+    if inputs.labels is None:
+        pass
+    elif isinstance(inputs.labels, SeveralLabels):
         pick_logits(z, inputs.labels, place, column, sums_gmem.label_logit)
     else:
         sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
@@ -94,22 +110,38 @@ class Labels(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays that the epilogues read: the bias (V,), the labels, and 1 / temperature (rows,). Each may be None."""
+    """Arrays that the kernels read: the bias (V,), the labels, and 1 / temperature (rows,). Each may be None.
+
+    `draw` is int32, (5, rows): the words of the noise, and the bits of the temperature, a NaN in rows without a draw.
+    """
 
     bias: Any
     labels: Labels | SeveralLabels | None
     inverse_temperature: Any
+    draw: Any
 
 
-def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None) -> tuple[Statistics, Any]:
+class Winners(NamedTuple):
+    """The best sum of logit and noise in each row of each tile, (tiles, rows)."""
+
+    key: Any  # int32, the sort key of the sum
+    column: Any  # int32, that has it; `HIGHEST` in a tile with no finite logit
+    logit: Any  # float32, before the temperature divides it
+
+
+def row_sums(
+    x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None, draws: bool = False
+) -> tuple[Statistics, Any, Winners | None]:
     """Reduces each row's part of each tile of the logits z. With a reference, also writes exp(z - reference).
 
     The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in, and
-    `head.undivided` says which z. The other arguments are as in `ChunkFunctions`.
+    `head.undivided` says which z. With `draws`, the tokens have the words of a draw. The other arguments are as in
+    `ChunkFunctions`.
 
     Returns:
       The statistics of the parts, (tiles, rows rounded up to a multiple of `Tiling.cluster_rows`), and the
-      exponentials, z or None. With a reference, d is the sum of exp(z - reference). Several labels are as `pick_logits`
+      exponentials, z or None; and the winners of the draw, or None, which have the shape of the statistics. With a
+      reference, d is the sum of exp(z - reference). Several labels are as `pick_logits`
       writes them. The exponentials (rows, columns of w) have the dtype of x, are 0 from column V on, and are multiplied
       by the slope of a softcap.
     """
@@ -119,7 +151,7 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     number = shaped((-(-columns // TILE_N), padded_rows), jnp.float32)
     sums = Statistics(
         Moments(number, number, number) if head.entropy else Normalizer(number, number),
-        shaped((padded_rows * tokens.labels.shape[1],), jnp.float32) if tokens.several else number,
+        _label_logits(tokens, number),
         None if tokens.label_smoothing is None else number,
         shaped(number.shape, jnp.int32) if head.entropy else None,
     )
@@ -127,9 +159,20 @@ def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: 
     if reference is not None:
         name, stored = "linear_exponentials", x.dtype
     stored = None if stored is None else shaped((rows, columns), stored)
-    results = sums, stored
+    integer = shaped(number.shape, jnp.int32)
+    if draws:
+        name = "linear_draw"
+    results = sums, stored, Winners(integer, integer, number) if draws else None
     static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
     return _launch(x, w, bias, tokens, reference, interpreted=interpret(), **static)
+
+
+def _label_logits(tokens: Tokens, number: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+    if tokens.labels is None:
+        return None
+    if tokens.several:
+        return jax.ShapeDtypeStruct((number.shape[1] * tokens.labels.shape[1],), number.dtype)
+    return number
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
@@ -148,28 +191,46 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
     del interpreted  # only tells calls apart
     vocab, tiling = head.vocab(w), plan_projection(len(x))
+    draws, draw = name == "linear_draw", None
+    if draws:
+        assert tokens.draw is not None
+        words = tokens.draw[0]
+        t = jnp.ones_like(words[:, 0], jnp.float32) if tokens.temperature is None else tokens.temperature
+        draw = jnp.concatenate([words, lax.bitcast_convert_type(t, jnp.uint32)[:, None]], 1)
+        draw = lax.bitcast_convert_type(_padded(draw, tiling.cluster_rows, _NAN).T, jnp.int32)
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),
         # It must have its own array. The temperature of a chunk is a slice; XLA may pass a slice by its address, and
         # Mosaic GPU needs inputs that are aligned to 256 bytes.
         None if tokens.temperature is None else _padded(1 / tokens.divisor, tiling.cluster_rows, 1),
+        draw,
     )
     per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
     staged = stored and stored.dtype
-    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    options: dict[str, Any] = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    if draws:
+        options |= {"beside": _bounds_of_noise, "notes": BOUNDS}
     results = product(epilogue, x, w, (inputs, per_row), results, **options)
     return vary_together(results, x, w, inputs, per_row)[0]  # their types would vary over no mesh axis
+
+
+_NAN = np.uint32(0x7FFFFFFF)  # bits of a NaN
+
+
+def _bounds_of_noise(place: Place, inputs: Inputs, _) -> Callable[[Any, int], None]:
+    words = [_load_per_row(inputs.draw.at[i], place) for i in range(OPERANDS - 1)]
+    return lambda k, steps: keep_bounds(place.notes, words, place.column, k, steps=steps)
 
 
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided_gmem=None):
+def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, take_undivided=None):
     """Returns the logits of a part of the product, and their column numbers within the part.
 
-    It may store the logits before the temperature divides them.
+    `take_undivided` gets the logits before the temperature divides them.
     """
     column = _columns(acc.shape)
     z = acc
@@ -180,8 +241,8 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, undivided
         z = head.softcap * _tanh(z * (1 / head.softcap))
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
-    if undivided_gmem is not None:
-        store(place, z, undivided_gmem)
+    if take_undivided is not None:
+        take_undivided(z)
     if inputs.inverse_temperature is not None:
         z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
     return z, column
@@ -296,7 +357,7 @@ def _labels(tokens: Tokens, columns: int, vocab: int, tiling: Tiling) -> Labels 
 
 
 def _padded(a, multiple: int, value=0):
-    return jnp.pad(a, (0, -len(a) % multiple), constant_values=value)
+    return jnp.pad(a, [(0, -len(a) % multiple)] + [(0, 0)] * (a.ndim - 1), constant_values=value)
 
 
 def _load_per_row(gmem, place: Place):

@@ -4,6 +4,7 @@
     dlogits      one product; its epilogue writes the gradients. If the statistics are not known, `statistics` comes
                  first; in bfloat16 without label smoothing, the epilogue reduces too, so that one product is enough
     logits       one product; its epilogue reduces, and writes the logits in float32
+    draw         one product; its epilogue reduces, and draws
 
 The products with the stored gradients of the logits are left to XLA: there, cuBLAS is as fast as these kernels.
 """
@@ -58,15 +59,30 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, head.vocab(w))
+    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, len(x), head.vocab(w))
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
-    whole_x = jnp.pad(x, ((0, -len(x) % ATOM_ROWS), (0, 0)))
-    sums, z = row_sums(whole_x, w, bias, tokens, head=head, stored=jnp.float32)
-    return z[: len(x)], _merged_tiles(sums, None, tokens, head.vocab(w)).normalizer
+    sums, z, _ = row_sums(_whole_atoms(x), w, bias, tokens, head=head, stored=jnp.float32)
+    return z[: len(x)], _merged_tiles(sums, None, tokens, len(x), head.vocab(w)).normalizer
+
+
+def _whole_atoms(x) -> jax.Array:
+    return jnp.pad(x, ((0, -len(x) % ATOM_ROWS), (0, 0)))
+
+
+def draw(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, jax.Array, Normalizer]:
+    """Returns the column drawn from each row, its logit before the temperature divides it, and the normalizer."""
+    vocab = head.vocab(w)
+    sums, _, winners = row_sums(_whole_atoms(x), w, bias, tokens, head=head, draws=True)
+    assert winners is not None
+    winners = jax.tree.map(lambda a: a[:, : len(x)], winners)
+    columns = jnp.where(winners.key == jnp.max(winners.key, 0), winners.column, vocab - 1)
+    column = jnp.min(jnp.minimum(columns, vocab - 1), 0)
+    logit = at(winners.logit.T, column[:, None] // TILE_N)[:, 0]
+    return column, logit, _merged_tiles(sums, None, tokens, len(x), vocab).normalizer
 
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
@@ -85,8 +101,8 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     """
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
         assert not layer.head.entropy  # a gradient with an entropy knows its statistics
-        reference, sums, e = _exponentials(layer, x, tokens)
-        found = _merged_tiles(sums, reference, tokens, layer.vocab).merged(layer.mesh_axes, layer.vocab)
+        reference, sums, e, _ = _exponentials(layer, x, tokens)
+        found = _merged_tiles(sums, reference, tokens, len(x), layer.vocab).merged(layer.mesh_axes, layer.vocab)
         coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
         return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
@@ -111,7 +127,7 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(first):
-        reference, sums, _ = first
+        reference, sums, *_ = first
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference))
 
@@ -122,9 +138,8 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
     return changed_if(jnp.any(out_of_range(first[1])), once_more, first)
 
 
-def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> Statistics:
+def _merged_tiles(sums: Statistics, reference, tokens: Tokens, rows: int, vocab: int) -> Statistics:
     """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    rows = len(tokens.labels)
     sums = jax.tree.map(lambda a: a[:, :rows] if a.ndim == 2 else a, sums)
     tiles = sums.normalizer
     m = jnp.max(tiles.m, 0)
@@ -132,7 +147,9 @@ def _merged_tiles(sums: Statistics, reference, tokens: Tokens, vocab: int) -> St
         normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=lambda a, _: _total(a))
     else:
         normalizer = Normalizer(m, _total(tiles.d) * jnp.exp(reference - normalizers.shift(m)))
-    if tokens.several:
+    if tokens.labels is None:
+        label_logit = None
+    elif tokens.several:
         label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
     else:
         is_column = formulas.is_column(tokens.labels, vocab)
@@ -159,7 +176,7 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     return 24 / TILE_N, itemsize
 
 
-FUNCTIONS = ChunkFunctions(statistics, dlogits, logits, bytes_per_logit, are_plain=False)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits, bytes_per_logit, draw, are_plain=False)
 
 
 # ---- Arrays of any size
@@ -172,7 +189,7 @@ def _on_whole_atoms(
 
     Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
     x = 0 and weight 0, and the other numbers of the last row. A draw has no new rows, since they would take time:
-    `logits` pads x.
+    `logits` and `draw` pad x.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)

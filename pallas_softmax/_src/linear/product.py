@@ -71,7 +71,7 @@ _COPIER_REGISTERS = 40
 _MULTIPLIER_REGISTERS = 232
 
 
-def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None]) -> None:
+def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None], beside: Callable | None) -> None:
     """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue.
 
     `over_tiles` calls its argument for each tile of this CTA.
@@ -88,7 +88,7 @@ def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None])
     @pl.when(cta.warpgroup < MULTIPLIERS)
     def _multiplier():
         plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
-        cta.over_tiles(functools.partial(cta.multiply, epilogue))
+        cta.over_tiles(functools.partial(cta.multiply, epilogue, beside))
         if cta.staging_smem is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -100,12 +100,24 @@ class Place(NamedTuple):
     column: Any  # the first column
     tile: Any  # the number of the tile along the columns
     staging: Any  # two buffers (64, columns) in shared memory, which `store` uses; None without `staged`
+    notes: Any  # int32 of the shape `notes` in shared memory; None without
 
 
 def product(
-    epilogue, a, b, others: tuple, out_type: tuple, *, b_transposed: bool, staged, tiling: Tiling, name: str
+    epilogue,
+    a,
+    b,
+    others: tuple,
+    out_type: tuple,
+    *,
+    b_transposed: bool,
+    staged,
+    tiling: Tiling,
+    name: str,
+    beside=None,
+    notes: tuple[int, ...] | None = None,
 ) -> tuple:
-    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
+    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b that has rows.
 
     Args:
       epilogue: consumes a part. `acc` is the part in float32; `others` and `outputs` are references to device memory.
@@ -113,6 +125,9 @@ def product(
       others, out_type: further inputs of the epilogue; shapes and dtypes of the outputs. Both are pytrees.
       staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
       tiling, name: the sizes of tiles and stages, and the kernel's name in profiles.
+      beside: beside(place, *others) is called before a part is multiplied. It returns a function, which is called as
+        step(k, steps) while block k of the part is multiplied. What it computes takes time of other units of the GPU.
+      notes: shape of the numbers that `beside` keeps for the epilogue.
     """
     columns, cluster = b.shape[0 if b_transposed else 1], tiling.cluster
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
@@ -124,9 +139,10 @@ def product(
 
         def run(*memory):
             cta = _TilesOfCta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
-            multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem))
+            start = beside and (lambda place: beside(place, *others_gmem))
+            multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem), start)
 
-        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, tiling), collective_axes="warpgroup")
+        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, notes, tiling), collective_axes="warpgroup")
 
     results = gpu_kernel(
         body,
@@ -140,7 +156,7 @@ def product(
     return out_tree.unflatten(results)
 
 
-def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
+def _memory(dtype, b_transposed: bool, staged: Any, notes: tuple[int, ...] | None, tiling: Tiling) -> tuple:
     """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_TilesOfCta`."""
     stages, b_block = tiling.stages, (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
     barrier: Any = plgpu.Barrier
@@ -156,6 +172,7 @@ def _memory(dtype, b_transposed: bool, staged: Any, tiling: Tiling) -> tuple:
         smem((stages, TILE_M, TILE_K), dtype),
         smem((stages, *b_block), dtype),
         staging,
+        notes and plgpu.SMEM((MULTIPLIERS, *notes), jnp.int32),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
         barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
     )
@@ -177,6 +194,7 @@ class _TilesOfCta:
     a_smem: Any  # a block of a for each stage
     b_smem: Any
     staging_smem: Any  # the buffers of `Place.staging`, for each multiplier; None without `staged`
+    notes_smem: Any  # `Place.notes`, for each multiplier; None without `notes`
     arrived: Any  # a barrier for each stage. It completes when both blocks have been copied
     consumed: Any  # the same. It completes when all multipliers of the cluster have read the stage
 
@@ -229,9 +247,14 @@ class _TilesOfCta:
 
         lax.fori_loop(0, self.steps, step, None)
 
-    def multiply(self, epilogue: Callable[[Any, Place], None], i, j, count) -> None:
+    def multiply(self, epilogue: Callable[[Any, Place], None], beside: Callable | None, i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
         stages, steps = jnp.int32(self.tiling.stages), self.steps
+        row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
+        staging, notes = (a if a is None else a.at[self.warpgroup] for a in (self.staging_smem, self.notes_smem))
+        place = Place(row, j * TILE_N, j, staging, notes)
+        has_rows = row < self.a_gmem.shape[0]
+        step_beside = beside and beside(place)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
@@ -247,14 +270,15 @@ class _TilesOfCta:
                 def _():
                     plgpu.barrier_arrive(self.consumed.at[lax.rem(count(k) - 1, stages)])
 
+                if step_beside is not None:  # while this wgmma is running
+                    pl.when(has_rows)(lambda: step_beside(k, steps))
                 return carry
 
             lax.fori_loop(0, steps, step, None)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.consumed.at[lax.rem(count(steps - 1), stages)])
-            row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
-            staging = None if self.staging_smem is None else self.staging_smem.at[self.warpgroup]
-            epilogue(acc[...], Place(row, j * TILE_N, j, staging))
+            part = acc[...]
+            pl.when(has_rows)(lambda: epilogue(part, place))
 
 
 def store(place: Place, values, gmem) -> None:

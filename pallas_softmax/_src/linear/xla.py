@@ -64,5 +64,5 @@ def bytes_per_logit(itemsize: int) -> tuple[float, float]:
     return wide, wide + itemsize
 
 
-FUNCTIONS = ChunkFunctions(statistics, dlogits, logits_and_normalizer, bytes_per_logit, are_plain=True)
+FUNCTIONS = ChunkFunctions(statistics, dlogits, logits_and_normalizer, bytes_per_logit, None, are_plain=True)
 OPERATIONS = operations_of(FUNCTIONS)

@@ -50,10 +50,7 @@ _SUBNORMAL_ERROR = 1e-44  # a few of the least subnormal numbers
 
 
 class Race:
-    """The race: the thresholds of the warp, and the best sum of the thread, with its index and its element.
-
-    The noise of the element with index i has the counter first_counter + i * stride, modulo 2^64.
-    """
+    """The race: the thresholds of the warp, and the best sum of the thread, with its index and its element."""
 
     def __init__(
         self,
@@ -63,9 +60,8 @@ class Race:
         is_kept: Callable[[Value, Value], Value] | None = None,
     ):
         """Entries below `least` do not take part, nor those where is_kept(element, index) is false."""
-        key0, key1, high, low = p.operands("u32", *NOISE_OPERANDS)
-        self.p, self.stride, self.least, self.is_kept = p, stride, least, is_kept
-        self.schedule, self.first_counter = key_schedule(p, key0, key1), p.join(low, high)
+        self.p, self.least, self.is_kept = p, least, is_kept
+        self.noise = Noise(p, p.operands("u32", *NOISE_OPERANDS), stride)
         self.temperature = p.max(p.temperature, TINY)
         self.threshold, self.minus_threshold, self.low = (p.fresh("f32") for _ in range(3))
         self.best, self.index, self.x = p.fresh("f32"), p.fresh("s32"), p.fresh("f32")
@@ -80,17 +76,14 @@ class Race:
 
     def catch_up(self) -> None:
         """Takes the threshold of the CTA, if it is better. No barrier is needed: an old value is lower."""
-        best = _from_order(self.p.load(self.threshold_of_cta, "u32"))
+        best = from_order(self.p.load(self.threshold_of_cta, "u32"))
         with self.p.when(best > self.threshold):
             self.set_threshold(best)
 
     def enter(self, elements: Sequence[Value], indices: Sequence[Value], more: Value) -> None:
         """Adds noise to entries of each lane. `more` says whether further ones will follow."""
-        p, (key0, key1) = self.p, self.schedule[0]
-        counters = [p.multiply_add_wide(i.bits("u32"), self.stride, self.first_counter) for i in indices]
-        keyed = [(high + key0, low + key1) for low, high in map(p.split, counters)]
-        words = words_at(p, self.schedule, keyed)
-        ones_plus_u = [one_plus_uniform(p, word) for word in words]
+        p = self.p
+        ones_plus_u = self.noise.ones_plus_uniform(indices)
         # Noise is at most -log(1 - u). So the sum reaches the threshold only if 1 - u <= exp(x / temperature -
         # threshold), that is, if 1 + u is at least `needed`.
         two = p.var(2.0, "f32")
@@ -104,7 +97,7 @@ class Race:
                 (best,) = p.over_warp(["max"], [self.best])
                 with p.when(best > self.threshold):
                     with p.when(p.lane < p.ctas):
-                        p.raise_in_cta(self.threshold_of_cta, p.lane, _order(best))
+                        p.raise_in_cta(self.threshold_of_cta, p.lane, order(best))
                     self.set_threshold(best)
 
     @staticmethod
@@ -139,12 +132,12 @@ class Race:
             p.set(register, value, when=wins)
 
 
-def _order(x: Value) -> Value:
+def order(x: Value) -> Value:
     """Returns an unsigned integer in the order of the floats: above 0, except for the NaN with all bits set."""
     return flip_negative(x.bits("s32")).bits("u32") ^ _SIGN
 
 
-def _from_order(number: Value) -> Value:
+def from_order(number: Value) -> Value:
     """Returns the float of an integer from `_order`. 0 gives a NaN, and every comparison with it is false."""
     return flip_negative((number ^ _SIGN).bits("s32")).bits("f32")
 
@@ -286,6 +279,25 @@ _TWO_THIRDS = 0x3F2AAAAB  # the bits of 2/3: the logarithm takes a number as m 2
 _EXPONENT = 0xFF800000  # the bits of the sign and the exponent
 # libdevice's coefficients, the highest power first, for Horner's rule: log(1 + f) = f + f^2 (-1/2 + f (..)).
 _SERIES = (0xBE055027, 0x3E1039F6, 0xBDF8CDCC, 0x3E0F2955, 0xBE2AD8B9, 0x3E4CED0B, 0xBE7FFF22, 0x3EAAAA78, 0xBF000000)
+
+
+class Noise:
+    """The noise of a row: `words` are its key, and the counter of its first element, as `noise.words` returns them.
+
+    The element with index i has the counter first_counter + i * stride, modulo 2^64.
+    """
+
+    def __init__(self, p: Program, words: Sequence[Value], stride: int):
+        key0, key1, high, low = words
+        self.p, self.stride = p, stride
+        self.schedule, self.first_counter = key_schedule(p, key0, key1), p.join(low, high)
+
+    def ones_plus_uniform(self, indices: Sequence[Value]) -> list[Value]:
+        """Returns 1 + u of each element; `gumbel` makes noise of it."""
+        p, (key0, key1) = self.p, self.schedule[0]
+        counters = [p.multiply_add_wide(i.bits("u32"), self.stride, self.first_counter) for i in indices]
+        keyed = [(high + key0, low + key1) for low, high in map(p.split, counters)]
+        return [one_plus_uniform(p, word) for word in words_at(p, self.schedule, keyed)]
 
 
 def key_schedule(p: Program, key0: Value, key1: Value) -> list[tuple[Value, Value]]:

@@ -95,7 +95,7 @@ def row_program(plan: StreamPlan, dtype, stride: int) -> "StreamProgram":
     <row> is the number of the row, and `NOISE_OPERANDS` describe its noise. The results `DRAWN` are addresses.
     """
     p = StreamProgram(plan, dtype)
-    p.update(p.greedy, "or", p.temperature.differs(p.temperature))  # a row without a draw needs no noise
+    p.update(p.greedy, "or", ~p.temperature.equals(p.temperature))  # a row without a draw needs no noise
     p.store(p.word(SCRATCH.threshold), 0, when=p.thread.equals(0))
     p.sync_cluster()
     race = Race(p, stride)
