@@ -141,7 +141,7 @@ def _bounds_program(columns: int) -> Program:
             falling = [p.multiply_add(p.log2(2.0 - one), _STEPS, _TOP) for one in ones_plus_u]
             load, at = here >> log2(_COLUMNS_OF_LOAD), here & _COLUMNS_OF_LOAD - 1
             to = bounds + load * (WARPGROUP * 16) + thread * 16 + at * _ROWS
-            p.store(to, p.convert(_bytes(p, *falling, 0x62), "u16"))
+            p.store(to, p.convert(_bytes(p, falling[0], falling[1], 0x62), "u16"))
     return p
 
 

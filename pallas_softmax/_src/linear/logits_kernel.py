@@ -21,7 +21,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -216,7 +215,7 @@ def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, sto
     return vary_together(results, x, w, inputs, per_row)[0]  # their types would vary over no mesh axis
 
 
-_NAN = np.uint32(0x7FFFFFFF)  # bits of a NaN
+_NAN = 0x7FFFFFFF  # bits of a NaN
 
 
 def _bounds_of_noise(place: Place, inputs: Inputs, _) -> Callable[[Any, int], None]:

@@ -125,7 +125,7 @@ class Statistics(NamedTuple):
     """The numbers that are kept of each row's logits z: arrays (rows,), in the dtype of the arithmetic."""
 
     normalizer: Any  # `Normalizer`; `Moments` for `Head.entropy`
-    label_logit: jax.Array  # z at the label; 0 for a label outside [0, V). (rows, K) for several labels
+    label_logit: Any  # z at the label; 0 for a label outside [0, V). (rows, K) for several labels; None without labels
     total: jax.Array | None  # the sum of z over the row; None without label smoothing
     argmax: jax.Array | None = None  # int32, the first column of the largest z; None without `Head.entropy`
     divergence: Divergence | None = None  # None without `Head.teacher`

@@ -114,7 +114,7 @@ def product(
     staged,
     tiling: Tiling,
     name: str,
-    beside=None,
+    beside: Any = None,
     notes: tuple[int, ...] | None = None,
 ) -> tuple:
     """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b that has rows.
@@ -139,7 +139,7 @@ def product(
 
         def run(*memory):
             cta = _TilesOfCta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
-            start = beside and (lambda place: beside(place, *others_gmem))
+            start = None if beside is None else lambda place: beside(place, *others_gmem)
             multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem), start)
 
         pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, notes, tiling), collective_axes="warpgroup")
@@ -254,7 +254,7 @@ class _TilesOfCta:
         staging, notes = (a if a is None else a.at[self.warpgroup] for a in (self.staging_smem, self.notes_smem))
         place = Place(row, j * TILE_N, j, staging, notes)
         has_rows = row < self.a_gmem.shape[0]
-        step_beside = beside and beside(place)
+        step_beside: Any = beside and beside(place)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
