@@ -340,6 +340,7 @@ TWINS = {
     "scores_ptx.keep_groups": _keep_groups,
     "logits_kernel._columns": lambda shape: lax.broadcasted_iota(jnp.int32, shape, 1),
     "logits_kernel._first_of_largest": _first_of_largest,
+    "logits_kernel._times": lambda z, factors: z * factors[:, None],
     "draw_ptx.keep_bounds": lambda *args, steps: None,
     "draw_ptx.best_sums": _best_sums,
     "several_labels._labels_at": lambda gmem, at, end: gmem[...][jnp.where(at < end, at, 0)],

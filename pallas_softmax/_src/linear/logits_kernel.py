@@ -30,7 +30,7 @@ from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
-from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, pack, thread
+from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, instruction, pack, thread
 from pallas_softmax._src.linear.draw_ptx import BOUNDS, OPERANDS, best_sums, keep_bounds
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
@@ -237,14 +237,37 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, take_undi
         bias = load_as(inputs.bias.at[pl.ds(place.column, acc.shape[1])], plgpu.Layout.WGMMA.reduce(0))
         z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
     if head.softcap is not None:
-        z = head.softcap * _tanh(z * (1 / head.softcap))
+        z = _times(_tanh(z * (1 / head.softcap)), laid_out(jnp.full(acc.shape[:1], head.softcap), ROW_LAYOUT))
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
     if take_undivided is not None:
         take_undivided(z)
     if inputs.inverse_temperature is not None:
-        z = z * _broadcast_rows(_load_per_row(inputs.inverse_temperature, place), z)
+        z = _times(z, _load_per_row(inputs.inverse_temperature, place))
     return z, column
+
+
+@twin
+def _times(z, factors):
+    """Returns z (64, columns) times a factor for each row, rounded.
+
+    A plain product and a later sum might become one instruction, which rounds once. LLVM decides by the code around
+    them, so a row would have other bits in another kernel.
+    """
+
+    @inline(
+        arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(z.shape, z.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def times(_, z, factors):
+        factor_of_row = [elements(register)[0] for register in factors.registers.flat]
+        registers = []
+        for i, register in enumerate(z.registers.flat):  # the rows of a thread take turns
+            a = factor_of_row[i % len(factor_of_row)]
+            registers.append(pack([instruction("mul.rn.f32", x, a) for x in elements(register)]))
+        return array(plgpu.Layout.WGMMA.to_mgpu(), z.shape, registers)
+
+    return times(z, factors)
 
 
 def _logit_at_label(z, labels_gmem: Any, place: Place, column):

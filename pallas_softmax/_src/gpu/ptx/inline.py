@@ -102,6 +102,14 @@ def emit_ptx(code: Program, operands: dict[str, ir.Value], results: dict[str, st
     return [out] if len(types) == 1 else [llvm.extractvalue(t, out, [i]) for i, t in enumerate(types)]
 
 
+def instruction(name: str, *operands: ir.Value) -> ir.Value:
+    """Returns the result of one PTX instruction. It has the type of the operands, and no other effect."""
+    constraint = _CONSTRAINTS[str(operands[0].type)]
+    text = f"{name} {', '.join(f'${i}' for i in range(len(operands) + 1))};"
+    constraints = ",".join([f"={constraint}"] + [constraint] * len(operands))
+    return llvm.inline_asm(operands[0].type, operands, text, constraints)
+
+
 def insert_ptx(
     code: Program,
     refs: dict[str, Any],
