@@ -29,12 +29,14 @@ Arrays = tuple[jax.Array, ...]
 class Call:
     """A contender on one input: run() starts a call, wait(result) returns when it has finished."""
 
-    run: Callable[[], Any]  # -> some of y, indices, dx, in a dictionary
+    # -> some of y, indices, dx, in a dictionary. It takes other arguments for a JAX function, if any.
+    run: Callable[..., Any]
     ran: str  # the implementation found in the lowered program, or a peer's library
     wait: Callable[[Any], Any] = jax.block_until_ready
     first_result_s: float | None = None  # seconds to trace, lower, compile and run it once
     extra_mb: float | None = None  # device memory that the program needs beyond its arguments
     indices: Any = None  # the winners, if a backward call starts from them
+    text: str = ""  # the lowered program of a JAX function
 
     def result(self) -> Any:
         """Runs the call once, and returns its result when it has finished."""
@@ -95,9 +97,11 @@ def jax_call(function: Callable[..., Any], *args: Any, ran: str = "", options: d
     if memory := compiled.memory_analysis():
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         extra_mb = extra / 1e6
-    kernels = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', lowered.as_text())]
+    text = lowered.as_text()
+    kernels = [name for name in _KERNELS if re.search(rf'custom_call @"?[\w$.]*{name}', text)]
     ran = ran or "+".join(kernels) or "xla"
-    return Call(lambda: compiled(*args), ran, first_result_s=first_result_s, extra_mb=extra_mb)
+    run = lambda *others: compiled(*(others or args))  # noqa: E731
+    return Call(run, ran, first_result_s=first_result_s, extra_mb=extra_mb, text=text)
 
 
 def _jax_call(contender: Contender, direction: str, arrays: Arrays, g: jax.Array | None) -> Call:

@@ -143,9 +143,9 @@ def compare(record: Record, got: dict[str, Any], wanted: dict[str, Any], allowed
 
 @jax.jit
 def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """Returns the norm of the difference over the norm."""
+    """Returns the norm of the difference over the norm; 0 if both are 0."""
     got, want = (jax.numpy.ravel(a).astype(jax.numpy.float32) for a in (got, want))
-    return jax.numpy.linalg.norm(got - want) / jax.numpy.linalg.norm(want)
+    return jax.numpy.linalg.norm(got - want) / jax.numpy.maximum(jax.numpy.linalg.norm(want), 1e-30)
 
 
 def note(record: Record, error: Exception) -> None:

@@ -36,6 +36,8 @@ COLUMNS = {
     "error": "the largest error of a loss or a gradient against plain JAX: the norm of the difference, over the norm",
     "rows_checked": "how many rows were compared with the float64 oracle, or with the same rows in another batch",
     "rows_that_differ": "how many of these rows have a result that differs in any bit",
+    "best_us": "the least p50_us over all orders in which the kernel can add up a row",
+    "cost": "p50_us over best_us: the price of an order that does not depend on the number of rows",
     "p50_us": "the median time of a call: device time on a GPU, otherwise wall time",
     "spread": "how much the times of calls differ: the range of the middle 60% of them, over the median",
     "elements_per_s": "the elements of all rows, divided by that time",

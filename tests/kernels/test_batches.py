@@ -12,8 +12,10 @@ SHAPES = [(1000, "float32"), (32000, "bfloat16"), (128256, "float32"), (151936, 
 
 def rows_that_differ(function, vocab, dtype, implementation):
     """Returns the record of three rows alone, and in a batch of 200."""
-    part = invariance.Part(function, vocab, dtype, batch=3, whole=200, seed=0)
-    record, *_ = invariance.BENCHMARK.run(part, SimpleNamespace(implementations=(implementation,)))
+    lists = {"functions": [function], "vocab": [vocab], "dtype": [dtype], "batch": [3]}
+    chosen = SimpleNamespace(**lists, whole=200, seed=0, implementations=(implementation,), orders=False)
+    (part,) = invariance.make_parts(chosen)
+    record, *_ = invariance.BENCHMARK.run(part, chosen)
     return record
 
 
@@ -28,7 +30,7 @@ def test_rows_have_the_same_bits_in_any_batch(function, vocab, dtype):
 
 @pytest.mark.parametrize(("result", "count"), [(lambda x: x, 0), (lambda x: x.at[-1].add(len(x)), 2)])
 def test_rows_that_differ_are_counted(monkeypatch, result, count):
-    monkeypatch.setitem(invariance.FUNCTIONS, "softmax", lambda x, keys, labels, implementation: result(x))
-    monkeypatch.setattr(invariance, "_run", invariance._run.__wrapped__)  # without its cache
+    monkeypatch.setitem(invariance.FUNCTIONS, "softmax", lambda rows, implementation: result(rows.x))
+    monkeypatch.setattr(invariance, "_whole", invariance._whole.__wrapped__)  # without its cache
     record = rows_that_differ("softmax", 16, "float32", "xla")
     assert record.found == {"rows_checked": 6, "rows_that_differ": count}
