@@ -12,6 +12,7 @@ benchmarks.accuracy         How many ulps off are our results and XLA's?
 benchmarks.invariance       How many rows have other bits in another batch?
 benchmarks.programs         How much time do whole programs save?
 benchmarks.linear           How fast is the cross entropy of a projection?
+benchmarks.head             How fast are a language model's head and its draw?
 benchmarks.beam_search      How fast is beam search with fused_topk?
 benchmarks.sample           How fast is sample?
 benchmarks.verify           How fast is verify?

@@ -33,7 +33,8 @@ COLUMNS = {
     "status": "ok; FAILED (a wrong result, which fails the run); differs (a peer rounds or orders otherwise, which"
     " does not); WORSE (less accurate than XLA); not run; error",
     "error_eps": "the largest relative error against float64, in units of the dtype's eps",
-    "error": "the largest error of a loss or a gradient against plain JAX: the norm of the difference, over the norm",
+    "error": "the largest error of a loss or a gradient against plain JAX, or of log-probabilities against"
+    " linear_log_probs: the norm of the difference, over the norm",
     "rows_checked": "how many rows were compared with the float64 oracle, or with the same rows in another batch",
     "rows_that_differ": "how many of these rows have a result that differs in any bit",
     "best_us": "the least p50_us over all orders in which the kernel can add up a row",
@@ -51,6 +52,8 @@ COLUMNS = {
     "last_loss": "the mean loss of the last steps",
     "largest_gap": "the largest difference from plain JAX's loss, over all steps",
     "step_us": "the wall time of a step",
+    "other_tokens": "how many tokens are not those of sample on stored logits: near ties",
+    "of_log_probs": "the time relative to linear_log_probs",
     "of_topk": "the time relative to fused_topk",
     "products": "the time relative to the projection alone",
     "memory_mib": "temporaries, including any float32 dw: XLA's plan, or torch's peak",

@@ -62,7 +62,7 @@ WRONG = {
         lambda y: 2 * y - lax.stop_gradient(y),  # twice the gradient
     ),
     **dict.fromkeys(("fused_topk", "top_k"), _best_left_out),
-    **dict.fromkeys(("sample", "route"), lambda found: found._replace(indices=0 * found.indices)),
+    **dict.fromkeys(("sample", "linear_sample", "route"), lambda found: found._replace(indices=0 * found.indices)),
     **dict.fromkeys(("token_stats", "linear_token_stats"), lambda found: found._replace(entropy=0 * found.entropy)),
 }
 # A benchmark with its flags, and the number of its rows. Torch counts as not installed.
@@ -85,6 +85,7 @@ RUNS = {
     f"{LOSS} --training_steps=0 --function=token_stats --w_shape=VxD --peers=log_probs": 5,
     f"{LOSS} --training_steps=0 --function=kl_divergence --direction=both --teacher_width=32 --beta=0.5"
     " --peers=jax_inexact,torch": 6,
+    "head --batch=9 --filters=top_p": 6,
     f"programs {MODEL} --sequence=4 --heads=2 --programs=block_where,loss_lse,attention_causal": 3 + 3 + 4,
     "paper --k=5,7 --algorithms=safe_unfused,online_fused --peers=jax_stable": 2 * 5,
 }
