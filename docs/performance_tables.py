@@ -31,7 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = {path.stem: path for path in (ROOT / "docs" / "performance.md", *ROOT.glob("docs/performance/*.md"))}
 
 _HEADS = {"shape": "rows × V", "columns": "V × columns", "vocab": "V", "size": "sequence, or V"}
-_HEADS |= {"contender": "", "sharding": "sharded along"}
+_HEADS |= {"contender": "", "sharding": "sharded along", "teacher_width": "D'"}
 _FIELDS = {"shape": ["batch", "vocab"], "columns": ["batch", "vocab"], "statistics": ["contender"]}
 _STATISTICS = {"auto": "`linear_token_stats`", "logsumexp": "`linear_logsumexp`", "log_probs": "`linear_log_probs`"}
 _WORDS = {
