@@ -25,14 +25,13 @@ from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
-from pallas_softmax._src.linear.logits_kernel import Winners, logit_gradients, row_sums
+from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
 from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Normalizer
-from pallas_softmax._src.sample.row_ptx import HIGHEST
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
@@ -79,15 +78,11 @@ def draw(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, jax.Arra
     vocab = head.vocab(w)
     sums, _, winners = row_sums(_whole_atoms(x), w, bias, tokens, head=head, draws=True)
     assert winners is not None
-
-    def better(a: Winners, b: Winners) -> Winners:
-        wins = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
-        return Winners(*(jnp.where(wins, y, x) for x, y in zip(a, b)))
-
-    of_row = jax.tree.map(lambda a: a[:, : len(x)], winners)
-    none = Winners(jnp.int32(jnp.iinfo(jnp.int32).min), jnp.int32(HIGHEST), jnp.float32(-jnp.inf))
-    _, column, logit = lax.reduce(of_row, none, better, (0,))
-    return jnp.minimum(column, vocab - 1), logit, _merged_tiles(sums, None, tokens, len(x), vocab).normalizer
+    winners = jax.tree.map(lambda a: a[:, : len(x)], winners)
+    columns = jnp.where(winners.key == jnp.max(winners.key, 0), winners.column, vocab - 1)
+    column = jnp.min(jnp.minimum(columns, vocab - 1), 0)
+    logit = at(winners.logit.T, column[:, None] // TILE_N)[:, 0]
+    return column, logit, _merged_tiles(sums, None, tokens, len(x), vocab).normalizer
 
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):

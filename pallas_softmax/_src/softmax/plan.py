@@ -46,7 +46,7 @@ MANY_ROWS_PART_ELEMENTS = 20_000  # (4000, 16384) in one CTA: 97%
 #     (10, 100000)                      6.1 us   5.2 us
 SEGMENT_ELEMENTS = {4: 3_100, 2: 6_300}  # in up to 4 segments, by bytes of an element
 SEGMENT_ELEMENTS_OF_8 = 6_200  # in 8 or 16 segments
-# A 16-bit row has 8 segments and not 16, if the last block of each of 16 would leave more than this share of the segment
+# A 16-bit row has 8 segments and not 16, if the last block of each of 16 would leave more than this share of a segment
 # idle. bfloat16, 1,024 rows of 50,304: softmax 55.3 us in 16 segments, 51.7 in 8; token_stats 42.5, 37.3 (H200).
 MAX_IDLE = 1 / 8
 # With few rows, each has more CTAs, up to this number in all: they have room at once. If rows are written, up to twice
