@@ -132,9 +132,9 @@ def linear_sample(
     """Draws once for each token from the softmax of its logits: the LM head and the draw of a decoder in one call.
 
     It returns `sample(key, z, ...)` of the logits z = softcap * tanh((x @ w + bias) / softcap), which are float32
-    (float64 for float64). They are not all stored at once. With kernels, `log_probs` have the bits of
-    `linear_log_probs(x, w, indices)` with the same temperature, bias and softcap, in any batch. So a sampler and its
-    trainer agree. `linear_log_probs` takes temperatures from 1e-37 to 1e37, and 0.
+    (float64 for float64). They are not all stored at once; without filters, kernels store none. With kernels,
+    `log_probs` have the bits of `linear_log_probs(x, w, indices)` with the same temperature, bias and softcap, in any
+    batch. So a sampler and its trainer agree. `linear_log_probs` takes temperatures from 1e-37 to 1e37, and 0.
 
     `where`, `bias`, `softcap`, `transpose_w`, `workspace_bytes` and `axis_name` are as for `linear_cross_entropy`. A
     token that is left out has index 0, and log_probs and log_mass of 0. Without a softcap, a bias of -inf masks a
