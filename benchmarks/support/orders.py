@@ -1,4 +1,4 @@
-"""Other orders in which the kernel of a call could add up a row, with other numbers of lanes, parts or shares."""
+"""Other orders of a row's sums in the kernel of a call: other numbers of lanes, parts or shares."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ LEAST_PART, LEAST_SEGMENT = 2_048, 400  # fewest elements of a part: of a row in
 
 
 def orders(choice: Choice, filtered: bool) -> dict[str, Callable[[], Any]]:
-    """Returns contexts in which a call is traced with another order; the first order is the planner's own.
+    """Returns orders and their contexts: a call that is traced in one has this order. The planner's own comes first.
 
     Draws have two plans. `filtered` says whether the first one runs.
     """

@@ -1,4 +1,4 @@
-"""What benchmarks.invariance --orders measures: other orders of a row's sums, and the cost of the planner's order."""
+"""benchmarks.invariance --orders: other orders of a row's sums, and the cost of the planner's order."""
 
 import contextlib
 import csv

@@ -42,7 +42,7 @@ def draw(z, memory, numbers, best_of_rows):
     logits = {f"z{i}": x for i, x in enumerate(each)}
     machine = run(draw_ptx._best_program(), memory, best_of_rows=device, **numbers, **logits)
     found = []
-    for name, dtype in ("key", "i4"), ("index", "i4"), ("x", "f4"):
+    for name, dtype in zip(draw_ptx.WINNER, ("i4", "i4", "f4")):
         of_row = np.zeros(WARPGROUP_ROWS, dtype)
         for i, rows in enumerate(ROWS_OF_THREAD):
             registers = machine.registers[f"%{name}{i}"].astype("u4")

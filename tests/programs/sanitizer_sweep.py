@@ -220,12 +220,12 @@ def mosaic_gpu():
 @functools.partial(jax.jit, static_argnames="head")
 def projection_kernels(x, w, b, tokens, coefficients, **known):
     words = jnp.concatenate(noise.words(jax.random.key(0), (len(x), known["head"].vocab(w)), 1), -1)
-    drawn = logits_kernel.row_sums(x, w, b, tokens._replace(labels=None, draw=(words,)), draws=True, **known)
-    sums, *_ = logits_kernel.row_sums(x, w, b, tokens, **known)
-    _, e, _ = logits_kernel.row_sums(x, w, b, tokens, coefficients.m, **known)
+    drawn = logits_kernel.row_draws(x, w, b, tokens._replace(labels=None, draw=(words,)), **known)
+    sums, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
+    _, e = logits_kernel.row_sums(x, w, b, tokens, coefficients.m, **known)
     dz = logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
     known["head"] = dataclasses.replace(known["head"], entropy=True)
-    with_t, *_ = logits_kernel.row_sums(x, w, b, tokens, **known)
+    with_t, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
     coefficients = coefficients._replace(entropy_factor=0 * coefficients.m)
     return drawn, sums, e, dz, with_t, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
 

@@ -7,7 +7,8 @@ z at the tokens, the normalizer ──► log_probs         as in `linear_log_pr
 One kernel sums the rows for both functions, and both divide z by the temperature with the same rounding. So their
 log-probabilities have the same bits.
 
-Without filters, the kernel of the product draws itself, and writes no z (`draw_ptx.py`).
+Without filters, the kernel of the product also draws, and stores no z (`draw_ptx.py`). With an unusual temperature, all
+tokens of the chunk are drawn again, from stored z.
 """
 
 import jax.numpy as jnp
@@ -35,8 +36,9 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     dtype, vocab, mesh_axes = widen(x).dtype, layer.vocab, layer.mesh_axes
     first = lax.axis_index(mesh_axes) * vocab if mesh_axes else 0  # of this device's columns
     assert tokens.draw is not None
-    unfiltered = all(a is None for a in tokens.draw[1:])
-    in_product = functions.draw and sampler.call.operation is SAMPLE and unfiltered and not mesh_axes
+    _, *filters = tokens.draw
+    unfiltered = all(a is None for a in filters)
+    in_product = functions.draw is not None and sampler.call.operation is SAMPLE and unfiltered and not mesh_axes
 
     def log_prob(normalizer, z_at_index, indices, tokens: Tokens):
         # stored: XLA must not fuse the product with the temperature into a sum, which would round once only
@@ -58,12 +60,13 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         column, logit, normalizer = functions.draw(x, w, columns.bias, tokens, head=layer.head)
         indices = jnp.where(jnp.isfinite(normalizer.m), column, -1)
         log_probs = log_prob(normalizer, logit, indices, tokens)
-        results = indices, log_probs, jnp.maximum(tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs)), log_probs)
+        # All mass is kept; at a temperature of 0, that of one of the largest logits.
+        log_mass = jnp.maximum(tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs)), log_probs)
         if tokens.temperature is None:
-            return results
-        # The largest quotient overflows, or only `sample` takes the temperature.
+            return indices, log_probs, log_mass
+        # The largest quotient may overflow, or `linear_log_probs` may not take the temperature.
         unusual = jnp.isinf(normalizer.m) | ~is_temperature(tokens.temperature)
-        return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), results)
+        return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), (indices, log_probs, log_mass))
 
     if in_product and tokens.temperature is None:
         return layer.on_kept_rows(drawn_in_product, x, tokens, functions.bytes_per_logit(x.dtype.itemsize)[0])

@@ -31,39 +31,29 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, instruction, pack, thread
-from pallas_softmax._src.linear.draw_ptx import BOUNDS, OPERANDS, best_sums, keep_bounds
+from pallas_softmax._src.linear.draw_ptx import BOUNDS, OPERANDS, WORDS, best_sums, keep_bounds
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
-from pallas_softmax._src.linear.product import Place, product, store
+from pallas_softmax._src.linear.product import Overlapped, Place, product, store
 from pallas_softmax._src.linear.several_labels import ROW_LAYOUT, SeveralLabels, pick_logits, sorted_labels
 from pallas_softmax._src.normalizers import Moments, Normalizer
 
 
 def reduce_logits(
-    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", reference_gmem, sums_gmem, stored_gmem, winners_gmem
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", reference_gmem, sums_gmem, stored_gmem
 ) -> None:
     """The epilogue of `row_sums`: reduces the rows of a part of the product, and may store one array of it.
 
     The array is z; z before the temperature divides it (`head.undivided`); or, with a reference, the exponentials.
     """
     own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
-
-    def take_undivided(z) -> None:
-        if winners_gmem is not None:
-            numbers = [_load_per_row(inputs.draw.at[i], place) for i in range(OPERANDS)]
-            rows = inputs.draw.shape[1]
-            found = best_sums(z, place.notes, numbers, place.row, place.column, rows=rows)
-            for gmem, number in zip(winners_gmem, found):
-                gmem[own] = number
-        elif head.undivided:
-            store(place, z, stored_gmem)
-
-    z, column = _logits(acc, place, inputs, head, vocab, take_undivided)
-    if inputs.labels is None:
-        pass
-    elif isinstance(inputs.labels, SeveralLabels):
+    z, column = _undivided_logits(acc, place, inputs, head, vocab)
+    if stored_gmem is not None and head.undivided:
+        store(place, z, stored_gmem)
+    z = _divided(z, place, inputs)
+    if isinstance(inputs.labels, SeveralLabels):
         pick_logits(z, inputs.labels, place, column, sums_gmem.label_logit)
-    else:
+    elif inputs.labels is not None:
         sums_gmem.label_logit[own] = _logit_at_label(z, inputs.labels, place, column)
     if sums_gmem.total is not None:
         sums_gmem.total[own] = jnp.sum(jnp.where(column < vocab - place.column, z, 0.0), axis=1)
@@ -84,6 +74,27 @@ def reduce_logits(
         store(place, e * _softcap_slope(z, place, inputs, head), stored_gmem)
     elif stored_gmem is not None and not head.undivided:
         store(place, z, stored_gmem)
+
+
+def draw_logits(
+    head: Head, vocab: int, acc, place: Place, inputs: "Inputs", numbers_gmem, normalizer_gmem, winners_gmem
+) -> None:
+    """The epilogue of `row_draws`: finds the winner of each row of a part of the product, and its normalizer."""
+    own = place.tile, pl.ds(place.row, WARPGROUP_ROWS)
+    z, _ = _undivided_logits(acc, place, inputs, head, vocab)
+    numbers = [_load_per_row(numbers_gmem.at[i], place) for i in range(OPERANDS)]
+    found = best_sums(z, place.scratch, numbers, place.row, place.column, rows=numbers_gmem.shape[1])
+    for gmem, number in zip(winners_gmem, found):
+        gmem[own] = number
+    z = _divided(z, place, inputs)
+    m = jnp.max(z, axis=1)
+    normalizer_gmem.m[own] = m
+    normalizer_gmem.d[own] = jnp.sum(jnp.exp(z - _broadcast_rows(normalizers.shift(m), z)), axis=1)
+
+
+def _bounds_of_noise(place: Place, _: "Inputs", numbers_gmem) -> Callable[[Any, int], None]:
+    words = [_load_per_row(numbers_gmem.at[i], place) for i in range(WORDS)]
+    return lambda k, steps: keep_bounds(place.scratch, words, place.column, k, steps=steps)
 
 
 def write_gradients(
@@ -109,128 +120,128 @@ class Labels(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays that the kernels read: the bias (V,), the labels, and 1 / temperature (rows,). Each may be None.
-
-    `draw` is int32, (5, rows): the words of the noise, and the bits of the temperature, a NaN in rows without a draw.
-    """
+    """Arrays that the epilogues read: the bias (V,), the labels, and 1 / temperature (rows,). Each may be None."""
 
     bias: Any
     labels: Labels | SeveralLabels | None
     inverse_temperature: Any
-    draw: Any
 
 
 class Winners(NamedTuple):
     """The best sum of logit and noise in each row of each tile, (tiles, rows)."""
 
     key: Any  # int32, the sort key of the sum
-    column: Any  # int32, that has it; `HIGHEST` in a tile with no finite logit
+    column: Any  # int32, its column; `HIGHEST` if another tile is better, or if no logit can win
     logit: Any  # float32, before the temperature divides it
 
 
-def row_sums(
-    x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None, draws: bool = False
-) -> tuple[Statistics, Any, Winners | None]:
+def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None) -> tuple[Statistics, Any]:
     """Reduces each row's part of each tile of the logits z. With a reference, also writes exp(z - reference).
 
     The reference is float32 (rows,), or None. Without one, `stored` may be the dtype to write z in, and
-    `head.undivided` says which z. With `draws`, the tokens have the words of a draw. The other arguments are as in
-    `ChunkFunctions`.
+    `head.undivided` says which z. The other arguments are as in `ChunkFunctions`.
 
     Returns:
       The statistics of the parts, (tiles, rows rounded up to a multiple of `Tiling.cluster_rows`), and the
-      exponentials, z or None; and the winners of the draw, or None, which have the shape of the statistics. With a
-      reference, d is the sum of exp(z - reference). Several labels are as `pick_logits`
+      exponentials, z or None. With a reference, d is the sum of exp(z - reference). Several labels are as `pick_logits`
       writes them. The exponentials (rows, columns of w) have the dtype of x, are 0 from column V on, and are multiplied
       by the slope of a softcap.
     """
-    rows, columns = len(x), head.width(w)
-    padded_rows = rounded_up(rows, plan_projection(rows).cluster_rows)
+    rows, columns, labels = len(x), head.width(w), tokens.labels
+    number = _number_per_tile(x, w, head)
     shaped: Any = jax.ShapeDtypeStruct
-    number = shaped((-(-columns // TILE_N), padded_rows), jnp.float32)
+    of_labels = number
+    if labels is None or tokens.several:
+        of_labels = None if labels is None else shaped((number.shape[1] * labels.shape[1],), jnp.float32)
     sums = Statistics(
         Moments(number, number, number) if head.entropy else Normalizer(number, number),
-        _label_logits(tokens, number),
+        of_labels,
         None if tokens.label_smoothing is None else number,
         shaped(number.shape, jnp.int32) if head.entropy else None,
     )
     name = "linear_statistics" if stored is None else "linear_logits"
     if reference is not None:
         name, stored = "linear_exponentials", x.dtype
+        reference = _padded(reference, plan_projection(rows).cluster_rows)
     stored = None if stored is None else shaped((rows, columns), stored)
-    integer = shaped(number.shape, jnp.int32)
-    if draws:
-        name = "linear_draw"
-    results = sums, stored, Winners(integer, integer, number) if draws else None
+    results = sums, stored
     static = {"epilogue": reduce_logits, "name": name, "results": results, "stored": stored, "head": head}
     return _launch(x, w, bias, tokens, reference, interpreted=interpret(), **static)
 
 
-def _label_logits(tokens: Tokens, number: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-    if tokens.labels is None:
-        return None
-    if tokens.several:
-        return jax.ShapeDtypeStruct((number.shape[1] * tokens.labels.shape[1],), number.dtype)
-    return number
+def row_draws(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[Normalizer, Winners]:
+    """Draws from each row's part of each tile. The tokens have no labels, and a draw by words, without filters.
+
+    Returns the normalizers and the winners, with the shape of the statistics of `row_sums`.
+    """
+    assert tokens.draw is not None
+    words, *_ = tokens.draw
+    t = jnp.ones_like(words[:, 0], jnp.float32) if tokens.temperature is None else tokens.temperature
+    numbers = jnp.concatenate([words, lax.bitcast_convert_type(t, jnp.uint32)[:, None]], 1)
+    # Rows without a draw have a NaN as temperature.
+    numbers = _padded(numbers, plan_projection(len(x)).cluster_rows, 0x7FFFFFFF)
+    numbers = lax.bitcast_convert_type(numbers.T, jnp.int32)
+    number = _number_per_tile(x, w, head)
+    integer: Any = jax.ShapeDtypeStruct(number.shape, jnp.int32)
+    results = Normalizer(number, number), Winners(integer, integer, number)
+    static = {"epilogue": draw_logits, "name": "linear_draw", "results": results, "stored": None, "head": head}
+    overlapped = Overlapped(_bounds_of_noise, BOUNDS)
+    return _launch(x, w, bias, tokens, numbers, interpreted=interpret(), overlapped=overlapped, **static)
+
+
+def _number_per_tile(x, w, head: Head) -> Any:
+    """Returns the shape of a number for each row of each tile: (tiles, rows of all clusters), float32."""
+    rows = rounded_up(len(x), plan_projection(len(x)).cluster_rows)
+    return jax.ShapeDtypeStruct((-(-head.width(w) // TILE_N), rows), jnp.float32)
 
 
 def logit_gradients(x, w, bias, tokens: Tokens, coefficients: Coefficients, *, head: Head) -> jax.Array:
     """Returns the gradients that `Coefficients` describes, without the labels' terms, as `ChunkFunctions.dlogits`."""
     tokens, coefficients = tokens._replace(labels=None), coefficients._replace(label_term=None)
+    coefficients = jax.tree.map(lambda a: _padded(a, plan_projection(len(x)).cluster_rows), coefficients)
     dz = jax.ShapeDtypeStruct((len(x), head.width(w)), x.dtype)
     static = {"epilogue": write_gradients, "name": "linear_logit_gradients", "results": (dz,), "stored": dz}
     return _launch(x, w, bias, tokens, coefficients, head=head, interpreted=interpret(), **static)[0]
 
 
-_STATIC = "epilogue", "name", "results", "stored", "head", "interpreted"
+_STATIC = "epilogue", "name", "results", "stored", "head", "interpreted", "overlapped"
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, inline=True)  # JAX traces equal calls only once
-def _launch(x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head, interpreted):
-    """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None."""
+def _launch(
+    x, w, bias, tokens: Tokens, per_row, *, epilogue, name, results, stored, head: Head, interpreted, overlapped=None
+):
+    """Runs the product x @ w. `stored` is the one of the results that has an element for each logit, or None.
+
+    The arrays `per_row` have the rows of whole clusters.
+    """
     del interpreted  # only tells calls apart
     vocab, tiling = head.vocab(w), plan_projection(len(x))
-    draws, draw = name == "linear_draw", None
-    if draws:
-        assert tokens.draw is not None
-        words = tokens.draw[0]
-        t = jnp.ones_like(words[:, 0], jnp.float32) if tokens.temperature is None else tokens.temperature
-        draw = jnp.concatenate([words, lax.bitcast_convert_type(t, jnp.uint32)[:, None]], 1)
-        draw = lax.bitcast_convert_type(_padded(draw, tiling.cluster_rows, _NAN).T, jnp.int32)
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),
         # It must have its own array. The temperature of a chunk is a slice; XLA may pass a slice by its address, and
         # Mosaic GPU needs inputs that are aligned to 256 bytes.
         None if tokens.temperature is None else _padded(1 / tokens.divisor, tiling.cluster_rows, 1),
-        draw,
     )
-    per_row = jax.tree.map(lambda a: _padded(a, tiling.cluster_rows), per_row)
     epilogue = functools.partial(epilogue, head, vocab)
     staged = stored and stored.dtype
-    options: dict[str, Any] = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
-    if draws:
-        options |= {"beside": _bounds_of_noise, "notes": BOUNDS}
-    results = product(epilogue, x, w, (inputs, per_row), results, **options)
+    options = {"b_transposed": head.transpose_w, "staged": staged, "tiling": tiling, "name": name}
+    results = product(epilogue, x, w, (inputs, per_row), results, overlapped=overlapped, **options)
     return vary_together(results, x, w, inputs, per_row)[0]  # their types would vary over no mesh axis
-
-
-_NAN = 0x7FFFFFFF  # bits of a NaN
-
-
-def _bounds_of_noise(place: Place, inputs: Inputs, _) -> Callable[[Any, int], None]:
-    words = [_load_per_row(inputs.draw.at[i], place) for i in range(OPERANDS - 1)]
-    return lambda k, steps: keep_bounds(place.notes, words, place.column, k, steps=steps)
 
 
 # ---- Logits in registers
 
 
-def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, take_undivided=None):
-    """Returns the logits of a part of the product, and their column numbers within the part.
+def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
+    """Returns the logits of a part of the product, and their column numbers within the part."""
+    z, column = _undivided_logits(acc, place, inputs, head, vocab)
+    return _divided(z, place, inputs), column
 
-    `take_undivided` gets the logits before the temperature divides them.
-    """
+
+def _undivided_logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int):
+    """Returns the same before the temperature divides the logits."""
     column = _columns(acc.shape)
     z = acc
     if inputs.bias is not None:
@@ -240,19 +251,19 @@ def _logits(acc, place: Place, inputs: Inputs, head: Head, vocab: int, take_undi
         z = _times(_tanh(z * (1 / head.softcap)), laid_out(jnp.full(acc.shape[:1], head.softcap), ROW_LAYOUT))
     if vocab % acc.shape[1]:
         z = jnp.where(column < vocab - place.column, z, -jnp.inf)
-    if take_undivided is not None:
-        take_undivided(z)
-    if inputs.inverse_temperature is not None:
-        z = _times(z, _load_per_row(inputs.inverse_temperature, place))
     return z, column
+
+
+def _divided(z, place: Place, inputs: Inputs):
+    return z if inputs.inverse_temperature is None else _times(z, _load_per_row(inputs.inverse_temperature, place))
 
 
 @twin
 def _times(z, factors):
-    """Returns z (64, columns) times a factor for each row, rounded.
+    """Returns z (64, columns) times a factor for each row, rounded before any later sum.
 
-    A plain product and a later sum might become one instruction, which rounds once. LLVM decides by the code around
-    them, so a row would have other bits in another kernel.
+    LLVM may fuse a plain product with a sum, so that both are rounded once. It decides by the code around them. A row
+    would have other bits in another kernel.
     """
 
     @inline(

@@ -25,7 +25,7 @@ from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear import xla as xla_projection
 from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
-from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_sums
+from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_draws, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
@@ -65,7 +65,7 @@ def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
-    sums, z, _ = row_sums(_whole_atoms(x), w, bias, tokens, head=head, stored=jnp.float32)
+    sums, z = row_sums(_whole_atoms(x), w, bias, tokens, head=head, stored=jnp.float32)
     return z[: len(x)], _merged_tiles(sums, None, tokens, len(x), head.vocab(w)).normalizer
 
 
@@ -76,13 +76,12 @@ def _whole_atoms(x) -> jax.Array:
 def draw(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, jax.Array, Normalizer]:
     """Returns the column drawn from each row, its logit before the temperature divides it, and the normalizer."""
     vocab = head.vocab(w)
-    sums, _, winners = row_sums(_whole_atoms(x), w, bias, tokens, head=head, draws=True)
-    assert winners is not None
+    tiles, winners = row_draws(_whole_atoms(x), w, bias, tokens, head=head)
     winners = jax.tree.map(lambda a: a[:, : len(x)], winners)
     columns = jnp.where(winners.key == jnp.max(winners.key, 0), winners.column, vocab - 1)
-    column = jnp.min(jnp.minimum(columns, vocab - 1), 0)
+    column = jnp.min(jnp.minimum(columns, vocab - 1), 0)  # any column in a row without a winner
     logit = at(winners.logit.T, column[:, None] // TILE_N)[:, 0]
-    return column, logit, _merged_tiles(sums, None, tokens, len(x), vocab).normalizer
+    return column, logit, _merged_tiles(Statistics(tiles, None, None), None, tokens, len(x), vocab).normalizer
 
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
@@ -101,7 +100,7 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     """
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
         assert not layer.head.entropy  # a gradient with an entropy knows its statistics
-        reference, sums, e, _ = _exponentials(layer, x, tokens)
+        reference, sums, e = _exponentials(layer, x, tokens)
         found = _merged_tiles(sums, reference, tokens, len(x), layer.vocab).merged(layer.mesh_axes, layer.vocab)
         coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
         return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
@@ -127,7 +126,7 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(first):
-        reference, sums, *_ = first
+        reference, sums, _ = first
         m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
         return exponentials(jnp.where(out_of_range(sums), m, reference))
 
@@ -188,8 +187,8 @@ def _on_whole_atoms(
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
     Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    x = 0 and weight 0, and the other numbers of the last row. A draw has no new rows, since they would take time:
-    `logits` and `draw` pad x.
+    x = 0 and weight 0, and the other numbers of the last row. A draw gets no new rows, because they would be drawn too:
+    `logits` and `draw` pad only x.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
     rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)

@@ -71,8 +71,10 @@ _COPIER_REGISTERS = 40
 _MULTIPLIER_REGISTERS = 232
 
 
-def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None], beside: Callable | None) -> None:
+def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None], start: Callable | None) -> None:
     """The kernel: the copier copies the blocks of each tile; the multipliers multiply them and call the epilogue.
+
+    `start` is `Overlapped.start` with its arrays.
 
     `over_tiles` calls its argument for each tile of this CTA.
     """
@@ -88,36 +90,38 @@ def multiply_tiles(cta: "_TilesOfCta", epilogue: Callable[[Any, "Place"], None],
     @pl.when(cta.warpgroup < MULTIPLIERS)
     def _multiplier():
         plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
-        cta.over_tiles(functools.partial(cta.multiply, epilogue, beside))
+        cta.over_tiles(functools.partial(cta.multiply, epilogue, start))
         if cta.staging_smem is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's part of a tile lies in the product, and the warpgroup's output buffers."""
+    """Where a warpgroup's part of a tile lies in the product, and the warpgroup's buffers in shared memory."""
 
     row: Any  # the first row of the part
     column: Any  # the first column
     tile: Any  # the number of the tile along the columns
     staging: Any  # two buffers (64, columns) in shared memory, which `store` uses; None without `staged`
-    notes: Any  # int32 of the shape `notes` in shared memory; None without
+    scratch: Any  # int32 of the shape `Overlapped.scratch`; None without
+
+
+class Overlapped(NamedTuple):
+    """What the multipliers compute for the epilogue while the tensor cores multiply.
+
+    `start(place, *others)` returns step(k, steps), which is called while block k of the part is multiplied.
+    """
+
+    start: Callable[..., Callable[[Any, int], None]]
+    scratch: tuple[int, ...]  # shape of the numbers that a part keeps for its epilogue
 
 
 def product(
-    epilogue,
-    a,
-    b,
-    others: tuple,
-    out_type: tuple,
-    *,
-    b_transposed: bool,
-    staged,
-    tiling: Tiling,
-    name: str,
-    beside: Any = None,
-    notes: tuple[int, ...] | None = None,
-) -> tuple:
-    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b that has rows.
+    epilogue, a, b, others: tuple, out_type: tuple, *, b_transposed: bool, staged, tiling: Tiling, name: str,
+    overlapped: Overlapped | None = None,
+) -> tuple:  # fmt: skip
+    """Calls `epilogue(acc, place, *others, *outputs)` for each part (64, TILE_N) of the product a @ b.
+
+    Parts below the last row of a are left out: their outputs stay undefined.
 
     Args:
       epilogue: consumes a part. `acc` is the part in float32; `others` and `outputs` are references to device memory.
@@ -125,9 +129,6 @@ def product(
       others, out_type: further inputs of the epilogue; shapes and dtypes of the outputs. Both are pytrees.
       staged: the dtype that the epilogue writes by `store`; None if it does not call `store`.
       tiling, name: the sizes of tiles and stages, and the kernel's name in profiles.
-      beside: beside(place, *others) is called before a part is multiplied. It returns a function, which is called as
-        step(k, steps) while block k of the part is multiplied. What it computes takes time of other units of the GPU.
-      notes: shape of the numbers that `beside` keeps for the epilogue.
     """
     columns, cluster = b.shape[0 if b_transposed else 1], tiling.cluster
     flat_inputs, in_tree = jax.tree.flatten((a, b, *others))
@@ -139,10 +140,11 @@ def product(
 
         def run(*memory):
             cta = _TilesOfCta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
-            start = None if beside is None else lambda place: beside(place, *others_gmem)
+            start = None if overlapped is None else lambda place: overlapped.start(place, *others_gmem)
             multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem), start)
 
-        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, notes, tiling), collective_axes="warpgroup")
+        scratch = None if overlapped is None else overlapped.scratch
+        pl.run_scoped(run, *_memory(a.dtype, b_transposed, staged, scratch, tiling), collective_axes="warpgroup")
 
     results = gpu_kernel(
         body,
@@ -156,7 +158,7 @@ def product(
     return out_tree.unflatten(results)
 
 
-def _memory(dtype, b_transposed: bool, staged: Any, notes: tuple[int, ...] | None, tiling: Tiling) -> tuple:
+def _memory(dtype, b_transposed: bool, staged: Any, scratch: tuple[int, ...] | None, tiling: Tiling) -> tuple:
     """Returns the shared memory and barriers of a CTA, in the order of the attributes of `_TilesOfCta`."""
     stages, b_block = tiling.stages, (TILE_N, TILE_K) if b_transposed else (TILE_K, TILE_N)
     barrier: Any = plgpu.Barrier
@@ -172,7 +174,7 @@ def _memory(dtype, b_transposed: bool, staged: Any, notes: tuple[int, ...] | Non
         smem((stages, TILE_M, TILE_K), dtype),
         smem((stages, *b_block), dtype),
         staging,
-        notes and plgpu.SMEM((MULTIPLIERS, *notes), jnp.int32),
+        scratch and plgpu.SMEM((MULTIPLIERS, *scratch), jnp.int32),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a block of a, and a block of b
         barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
     )
@@ -194,7 +196,7 @@ class _TilesOfCta:
     a_smem: Any  # a block of a for each stage
     b_smem: Any
     staging_smem: Any  # the buffers of `Place.staging`, for each multiplier; None without `staged`
-    notes_smem: Any  # `Place.notes`, for each multiplier; None without `notes`
+    scratch_smem: Any  # `Place.scratch`, for each multiplier; None without
     arrived: Any  # a barrier for each stage. It completes when both blocks have been copied
     consumed: Any  # the same. It completes when all multipliers of the cluster have read the stage
 
@@ -247,14 +249,14 @@ class _TilesOfCta:
 
         lax.fori_loop(0, self.steps, step, None)
 
-    def multiply(self, epilogue: Callable[[Any, Place], None], beside: Callable | None, i, j, count) -> None:
+    def multiply(self, epilogue: Callable[[Any, Place], None], start: Callable | None, i, j, count) -> None:
         """Multiplies this warpgroup's part of tile (i, j), block by block, and calls the epilogue."""
         stages, steps = jnp.int32(self.tiling.stages), self.steps
         row = i * TILE_M + self.warpgroup * WARPGROUP_ROWS
-        staging, notes = (a if a is None else a.at[self.warpgroup] for a in (self.staging_smem, self.notes_smem))
-        place = Place(row, j * TILE_N, j, staging, notes)
+        buffers = (smem if smem is None else smem.at[self.warpgroup] for smem in (self.staging_smem, self.scratch_smem))
+        place = Place(row, j * TILE_N, j, *buffers)
         has_rows = row < self.a_gmem.shape[0]
-        step_beside: Any = beside and beside(place)
+        overlapped: Any = start and start(place)
 
         @functools.partial(pl.run_scoped, acc=plgpu.ACC((WARPGROUP_ROWS, TILE_N), jnp.float32))
         def _(acc):
@@ -270,8 +272,8 @@ class _TilesOfCta:
                 def _():
                     plgpu.barrier_arrive(self.consumed.at[lax.rem(count(k) - 1, stages)])
 
-                if step_beside is not None:  # while this wgmma is running
-                    pl.when(has_rows)(lambda: step_beside(k, steps))
+                if overlapped is not None:  # this wgmma is still running
+                    pl.when(has_rows)(lambda: overlapped(k, steps))
                 return carry
 
             lax.fori_loop(0, steps, step, None)

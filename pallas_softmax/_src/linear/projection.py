@@ -29,9 +29,9 @@ class ChunkFunctions(NamedTuple):
       logits: (x, w, bias, tokens, *, head) -> (z, Normalizer), in the dtype of the arithmetic. z has the columns of w,
         and -inf from column V on. With `head.undivided`, z is before the temperature divides it.
       bytes_per_logit: (itemsize of x) -> the bytes that `statistics` and `dlogits` store for each logit.
-      draw: (x, w, bias, tokens, *, head) -> (column, logit, Normalizer), a draw from whole rows without filters, whose
-        noise has words; None if there is no such function. The logit is before the temperature divides it. A row
-        without a finite logit may get any column.
+      draw: (x, w, bias, tokens, *, head) -> (column, logit, Normalizer), a draw from whole rows without filters, by
+        words of noise; None if there is no such function. The logit is before the temperature divides it. A row without
+        a finite maximum may get any column.
       are_plain: whether the functions are plain JAX, for any platform. Others are for a GPU.
     """
 
