@@ -3,7 +3,7 @@
 A step of a decoder draws one token from each of --batch rows of logits x @ w. PEERS lists the other contenders.
 
 Before anything is timed, the tokens are compared with product_sample's. 1% of them may differ, or one, because of near
-ties. The log-probabilities of `linear_sample` must equal `linear_log_probs` of its tokens, bit for bit if a kernel runs.
+ties. The log-probabilities of `linear_sample` must equal `linear_log_probs` of its tokens, bit for bit with kernels.
 """
 
 import dataclasses

@@ -60,7 +60,7 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         column, logit, normalizer = functions.draw(x, w, columns.bias, tokens, head=layer.head)
         indices = jnp.where(jnp.isfinite(normalizer.m), column, -1)
         log_probs = log_prob(normalizer, logit, indices, tokens)
-        # All mass is kept; at a temperature of 0, that of one of the largest logits.
+        # All mass is kept; at a temperature of 0, the mass of one of the largest logits.
         log_mass = jnp.maximum(tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs)), log_probs)
         if tokens.temperature is None:
             return indices, log_probs, log_mass

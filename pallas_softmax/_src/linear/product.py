@@ -106,7 +106,7 @@ class Place(NamedTuple):
 
 
 class Overlapped(NamedTuple):
-    """What the multipliers compute for the epilogue while the tensor cores multiply.
+    """A computation of the multipliers, for the epilogue, while the tensor cores multiply.
 
     `start(place, *others)` returns step(k, steps), which is called while block k of the part is multiplied.
     """
