@@ -133,6 +133,19 @@ def test_interpreted_sample(n, depth, vocab, temperature, top_p):
     linear.assert_sample(mosaic_gpu.OPERATIONS, x, w, t, top_p)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("unusual", [1e-38, np.nan])
+def test_interpreted_sample_beside_an_unusual_temperature(unusual):
+    """If the chunk is drawn again, from stored logits, the other tokens have the same bits."""
+    x, w, _, _ = linear.arrays(6, 64, 320, "bfloat16", peak=2)
+    x = x.at[1].set(0)  # all logits are equal
+    usual, again = (
+        [a[:-1] for a in linear.draws(mosaic_gpu.OPERATIONS, x, w, jnp.float32([0, 0, 0.7, 1, 30, last]))]
+        for last in (1, unusual)
+    )
+    jax.tree.map(np.testing.assert_array_equal, usual, again)
+
+
 @pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
 def test_tiles_are_added_in_one_order(tiles):
     """The bits of a row's sum do not depend on the number of rows."""

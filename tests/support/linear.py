@@ -500,23 +500,27 @@ def assert_topk(dtype, features, k, *, log=False, n=101, depth=24, vocab=1003, r
     assert all(len(set(row)) == k for row in np.asarray(indices).tolist())
 
 
+def draws(operations, x, w, temperature, top_p=None):
+    """Returns the results of `linear_sample` with the key 3, by these operations."""
+    n, vocab = x.shape[0], w.shape[1]
+    call = describe(SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample")
+    words = jnp.concatenate(noise.words(jax.random.key(3), (n, vocab), 1), -1)
+    tokens = Tokens(None, temperature=temperature, draw=(words, None, top_p and jnp.full((n, 1), top_p), None))
+    static = {"head": Head(undivided=True), "workspace_bytes": workspace(vocab), "sampler": choose_plain(call)}
+    return jit(functools.partial(operations["projection_sample"], **static))(x, w, Columns(), tokens)
+
+
 def assert_sample(operations, x, w, temperature, top_p=None):
     """Asserts that `linear_sample` draws as `sample`, with the bits of `linear_log_probs`, by these operations."""
-    n, vocab, key = *x.shape[:1], w.shape[1], jax.random.key(3)
-    static = {"head": Head(undivided=True), "workspace_bytes": workspace(vocab)}
-    call = describe(SAMPLE, jax.ShapeDtypeStruct((n, vocab), jnp.float32), (1,), None, function="linear_sample")
-    words = jnp.concatenate(noise.words(key, (n, vocab), 1), -1)
-    tokens = Tokens(None, temperature=temperature, draw=(words, None, top_p and jnp.full((n, 1), top_p), None))
-    run = functools.partial(operations["projection_sample"], sampler=choose_plain(call), **static)
-    indices, log_probs, log_mass = jit(run)(x, w, Columns(), tokens)
+    indices, log_probs, log_mass = draws(operations, x, w, temperature, top_p)
     t = 1.0 if temperature is None else temperature
-    want = ps.sample(key, jnp.asarray(logits(x, w)[0], jnp.float32), temperature=t, top_p=top_p)
+    want = ps.sample(jax.random.key(3), jnp.asarray(logits(x, w)[0], jnp.float32), temperature=t, top_p=top_p)
     np.testing.assert_array_equal(indices, want.indices)
     np.testing.assert_allclose(log_mass, want.log_mass, atol=1e-4)
     labels = Tokens(indices, temperature=temperature)
-    static["head"] = Head()
+    static = {"head": Head(), "workspace_bytes": workspace(w.shape[1])}
     statistics = jit(functools.partial(operations["projection"], **static))(x, w, Columns(), labels)
-    np.testing.assert_array_equal(log_probs, 0 - token_losses("linear_log_probs", statistics, labels, vocab))
+    np.testing.assert_array_equal(log_probs, 0 - token_losses("linear_log_probs", statistics, labels, w.shape[1]))
 
 
 # --- Tokens that are left out ---------------------------------------------------------------------------

@@ -451,7 +451,9 @@ def _computed(op, a, b=None, c=None, d=None):
             out = _FUNCTIONS[op[0]](a, b)
             return np.where(np.isnan(out), _NAN, out)
         case "min" | "max" if is_float:
-            return {"min": np.fmin, "max": np.fmax}[op[0]](a, b)
+            found = {"min": np.fmin, "max": np.fmax}[op[0]](a, b)
+            takes_b = np.signbit(a) == (op[0] == "max")  # +0 is above -0
+            return np.where((a == 0) & (b == 0), np.where(takes_b, b, a), found)
         case "lop3":  # bit i of d is the result where a, b and c have the bits of i
             held = [(d >> np.uint32(i) & 1) * ~np.uint32(0) for i in range(8)]
             of = [np.where(i & 4, a, ~a) & np.where(i & 2, b, ~b) & np.where(i & 1, c, ~c) for i in range(8)]

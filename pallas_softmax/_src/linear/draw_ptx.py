@@ -23,7 +23,7 @@ raises the bound. The byte between them is kept:
     the code       33       37.1     ..   119.6     123.8     127.9
     as a float     0x4204   0x4214   ..   0x42EF    0x42F7    0x42FF
 
-At a temperature of 0, the sum and its bound are the logit. +0 is above -0, as in `lax.top_k`.
+At a temperature of 0, each lane takes its first largest logit as its sum. +0 is above -0, as in `lax.top_k`.
 """
 
 import functools
@@ -53,12 +53,14 @@ BOUNDS = _COLUMNS // _COLUMNS_OF_LOAD, WARPGROUP, 4
 _GROUP = 16  # a thread knows the largest bound of every 16 elements of a row
 
 _TOP, _STEPS = 127.875, 4.125  # so that the codes of 0 and 23 octaves have the same upper byte
-_ROUNDING = 1 / 4096  # octaves: more than the errors of log2 and of two multiply-adds
 _UPPER_BYTE = 0x42000000
+_ROUNDING = 1 / 4096  # octaves: more than the errors of log2 and of two multiply-adds
+# The bound of a sum is x * _PER_NAT / temperature + code * _PER_STEP + _OFFSET. Its unit is 4 octaves, so that no bound
+# overflows if x / temperature does not.
+_PER_NAT, _PER_STEP, _OFFSET = LOG2_E / 4, -1 / _STEPS / 4, (_TOP / _STEPS + _ROUNDING) / 4
 _SLOT_BITS = 6  # a thread has 64 elements of a row. The lower bits of a bound say which of them it is
 _MARGIN = 2.0**-16  # more than the relative error of a bound without these bits, 2^-17, and of its arithmetic
-_RANGE = 64.0  # octaves: more than |noise|
-_UNIT = 4.0  # octaves. Bounds are in this unit, so that none overflows if logit / temperature does not
+_RANGE = 16.0  # more than |noise|, in the unit of bounds
 _KEY_OF_NOTHING = -0x7F800001  # the sort key of -inf
 
 WINNER = {"key": "s32", "index": "s32", "x": "f32"}  # the results of a row, by their names in the program
@@ -159,13 +161,8 @@ class _Row:
         self.p, self.number, self.bounds = p, number, bounds  # the address of the thread's bounds
         self.words = p.operands("u32", *(f"{name}_{number}" for name in NOISE_OPERANDS))
         t = p.operand(f"temperature_{number}", "f32")
-        self.exists, self.greedy, self.temperature = p.var(t.equals(t)), p.var(t.equals(0.0)), p.max(t, TINY)
-        # The bound of a sum is x * per_logit + code * per_step + offset, and its unit is 1 / per_sum.
-        self.per_sum = self._unless_greedy(LOG2_E / _UNIT, 1.0)
-        self.per_logit = self._unless_greedy(p.divide(self.per_sum, self.temperature), 1.0)
-        self.per_step = self._unless_greedy(-1 / _STEPS / _UNIT, 0.0)
-        self.offset = self._unless_greedy((_TOP / _STEPS + _ROUNDING) / _UNIT, 0.0)
-        self.range = self._unless_greedy(_RANGE / _UNIT, 4 * TINY)  # TINY: for subnormal logits
+        self.greedy, self.races, self.temperature = p.var(t.equals(0.0)), p.var(t > 0.0), p.max(t, TINY)
+        self.per_logit = p.divide(p.var(_PER_NAT, "f32"), self.temperature)
         # the winner of this lane: the key of its sum, its column, its logit
         self.winner = [p.operand(f"{name}{number}", kind) for name, kind in WINNER.items()]
         for register, start in zip(self.winner, (_KEY_OF_NOTHING, HIGHEST, -INF)):
@@ -174,19 +171,25 @@ class _Row:
         self.best, self.threshold = p.var(-INF, "f32"), p.fresh("f32")  # of the row, as far as this lane knows
         self.largest = [p.var(-INF, "f32") for _ in range(_COLUMNS // _GROUP)]
         found = p.var(0, "u32")
-        p += f"@{self.exists} ld.relaxed.gpu.global.b32 {found}, [{self.best_of_row}+0];"
+        p += f"@{self.races} ld.relaxed.gpu.global.b32 {found}, [{self.best_of_row}+0];"
         p.update(self.best, "max", from_order(found))  # a NaN if nothing was found
         self._set_threshold()
         # The registers of wgmma: two logits of the first row, two of the second one, and so on. A slot is a column.
         at = [2 * _ROWS * (slot // 2) + 2 * number + slot % 2 for slot in range(_COLUMNS)]
         self.logits = [p.operand(f"z{i}", "f32") for i in at]
 
-    def _unless_greedy(self, number: Value | float, otherwise: float) -> Value:
-        return self.p.select(self.greedy, otherwise, number, "f32")
-
     def _set_threshold(self) -> None:
-        best = self.best * self.per_sum
-        self.p.set(self.threshold, self.p.multiply_add(self.p.absolute(best) + self.range, -_MARGIN, best))
+        best = self.best * _PER_NAT
+        self.p.set(self.threshold, self.p.multiply_add(self.p.absolute(best) + _RANGE, -_MARGIN, best))
+
+    def keep_first_largest(self, column: Value) -> None:
+        """Keeps the first of the largest logits of this lane, at a temperature of 0; `column` is that of slot 0."""
+        p, x = self.p, self.p.reduce("max", self.logits)
+        first = p.var(0, "u32")
+        for slot in reversed(range(_COLUMNS)):
+            p.set(first, slot, when=self.logits[slot].bits("s32").equals(x.bits("s32")))
+        index = column + (first >> 1) * 8 + (first & 1)
+        self.keep([flip_negative(x.bits("s32")), index.bits("s32"), x], self.greedy & (x > -INF))
 
     def bounds_of(self, group: int, mask: Value, upper: Value) -> list[Value]:
         """Returns the bounds of the sums of a group. The lower bits of a bound say which slot it is of.
@@ -199,15 +202,15 @@ class _Row:
             for i in range(_COLUMNS_OF_LOAD):
                 slot, byte = load * _COLUMNS_OF_LOAD + i, i % 2 * _ROWS + self.number
                 code = _bytes(p, words[i // 2], upper, 0x7044 | byte << 8).bits("f32")
-                bound = p.multiply_add(self.logits[slot], self.per_logit, self.offset)
-                bound = p.multiply_add(code, self.per_step, bound).bits("u32")
+                bound = p.multiply_add(self.logits[slot], self.per_logit, _OFFSET)
+                bound = p.multiply_add(code, _PER_STEP, bound).bits("u32")
                 bounds.append(p.bitwise3(lambda a, mask, slot: a & mask | slot, bound, mask, slot).bits("f32"))
         return bounds
 
     def reaching(self) -> tuple[Value, Value]:
         """Returns the largest bound, and whether it reaches the threshold."""
         largest = self.p.reduce("max", self.largest)
-        return largest, (largest > self.threshold) & self.exists
+        return largest, (largest > self.threshold) & self.races
 
     def keep(self, other: list[Value], when: Value) -> None:
         """Keeps another winner, if it is better."""
@@ -230,7 +233,7 @@ class _Row:
         """Merges the winners of the lanes that have elements of this row. The first of them tells the other CTAs."""
         p, key = self.p, self.winner[0]
         for distance in 1, 2:
-            self.keep([p.shuffle(number, "bfly", distance) for number in self.winner], self.exists)
+            self.keep([p.shuffle(number, "bfly", distance) for number in self.winner], self.greedy | self.races)
         number = order(flip_negative(key).bits("f32"))
         publishes = (key > _KEY_OF_NOTHING) & is_first
         p += f"@{publishes} red.relaxed.gpu.global.max.u32 [{self.best_of_row}+0], {number};"
@@ -277,11 +280,13 @@ def _best_program() -> Program:
         noise = Noise(p, [of_row(*words) for words in zip(first.words, second.words)], 1)
         quotient = p.divide_exactly(x, of_row(first.temperature, second.temperature))
         z = quotient + gumbel(p, *noise.ones_plus_uniform([index])) + 0.0  # +0 in place of -0
-        greedy = (first.greedy & ~is_second) | (second.greedy & is_second)
-        key = flip_negative(p.select(greedy, x, z).bits("s32"))
+        key = flip_negative(z.bits("s32"))
         for one, is_of_row in zip(pair, is_of):
             one.keep([key, index.bits("s32"), x], is_of_row)
             one.raise_threshold()
+    with p.when(p.any(first.greedy | second.greedy)):
+        for one in pair:
+            one.keep_first_largest(column)
     for one in pair:
         one.publish(lane_of_row.equals(0))
     return p

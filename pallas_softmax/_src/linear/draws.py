@@ -47,12 +47,19 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         tokens_drawn = tokens._replace(labels=indices)
         return 0 - token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)  # not -0
 
+    def mass_of_all(tokens: Tokens, log_probs):
+        """Returns the log of the mass without filters; at a temperature of 0, less than that of a largest logit."""
+        return tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs))
+
     def from_logits(x, tokens: Tokens) -> tuple:
         z, normalizer = functions.logits(x, w, columns.bias, tokens, head=layer.head)
         indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
         log_probs = log_prob(normalizer, at_columns(z, indices - first, vocab), indices, tokens)
         if tokens.temperature is not None:  # `sample` takes more temperatures than `linear_log_probs`
             log_probs = jnp.where(is_temperature(tokens.temperature), log_probs, of_sampler)
+            if in_product:  # other tokens of the chunk must not change it
+                usual = is_temperature(tokens.temperature) & jnp.isfinite(normalizer.m)
+                log_mass = jnp.where(usual, mass_of_all(tokens, log_probs), log_mass)
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
 
@@ -60,13 +67,14 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         column, logit, normalizer = functions.draw(x, w, columns.bias, tokens, head=layer.head)
         indices = jnp.where(jnp.isfinite(normalizer.m), column, -1)
         log_probs = log_prob(normalizer, logit, indices, tokens)
-        # All mass is kept; at a temperature of 0, the mass of one of the largest logits.
-        log_mass = jnp.maximum(tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs)), log_probs)
-        if tokens.temperature is None:
-            return indices, log_probs, log_mass
-        # The largest quotient may overflow, or `linear_log_probs` may not take the temperature.
-        unusual = jnp.isinf(normalizer.m) | ~is_temperature(tokens.temperature)
-        return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), (indices, log_probs, log_mass))
+        results = indices, log_probs, jnp.maximum(mass_of_all(tokens, log_probs), log_probs)
+        if (t := tokens.temperature) is None:
+            return results
+        # A quotient overflows, or `linear_log_probs` does not take the temperature. Without a draw, it is NaN.
+        overflows = jnp.isinf(normalizer.m) | jnp.isinf(logit / tokens.divisor)
+        unusual = overflows | ~(is_temperature(t) | jnp.isnan(t))
+        unusual = unusual if tokens.kept is None else unusual & tokens.kept
+        return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), results)
 
     if in_product and tokens.temperature is None:
         return layer.on_kept_rows(drawn_in_product, x, tokens, functions.bytes_per_logit(x.dtype.itemsize)[0])
