@@ -183,7 +183,7 @@ class _Row:
         self.p.set(self.threshold, self.p.multiply_add(self.p.absolute(best) + _RANGE, -_MARGIN, best))
 
     def keep_first_largest(self, column: Value) -> None:
-        """Keeps the first of the largest logits of this lane, at a temperature of 0; `column` is that of slot 0."""
+        """Keeps the first of the largest logits of this lane, at a temperature of 0; slot 0 is in column `column`."""
         p, x = self.p, self.p.reduce("max", self.logits)
         first = p.var(0, "u32")
         for slot in reversed(range(_COLUMNS)):

@@ -48,7 +48,7 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         return 0 - token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)  # not -0
 
     def mass_of_all(tokens: Tokens, log_probs):
-        """Returns the log of the mass without filters; at a temperature of 0, less than that of a largest logit."""
+        """Returns the log of the mass without filters; at a temperature of 0, a number below `log_probs`."""
         return tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs))
 
     def from_logits(x, tokens: Tokens) -> tuple:

@@ -140,7 +140,7 @@ def product(
 
         def run(*memory):
             cta = _TilesOfCta(tiling, b_transposed, lax.axis_index("warpgroup"), a_gmem, b_gmem, *memory)
-            start = None if overlapped is None else lambda place: overlapped.start(place, *others_gmem)
+            start = overlapped and (lambda place, of=overlapped.start: of(place, *others_gmem))
             multiply_tiles(cta, lambda acc, place: epilogue(acc, place, *others_gmem, *outputs_gmem), start)
 
         scratch = None if overlapped is None else overlapped.scratch
