@@ -64,21 +64,36 @@ def test_operations(case):
     linear.assert_operations(mosaic_gpu.OPERATIONS, *case)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}])
+OF_DRAWS = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}]
+
+
+@pytest.mark.parametrize("softcap", [None, 9.0])
+@pytest.mark.parametrize("options", OF_DRAWS, ids=str)
 @pytest.mark.parametrize(
     ("n", "vocab", "dtype"), [(1, 128256, "bfloat16"), (64, 50257, "float16"), (1025, 32000, "bfloat16")]
 )
-def test_sample(n, vocab, dtype, options):
+def test_sample(n, vocab, dtype, options, softcap):
     """Log-probabilities have the bits of `linear_log_probs`, also in batches of another size."""
     x, w, _, _ = linear.arrays(n, 256, vocab, dtype, peak=2)
-    t = options.get("temperature", 1.0)
-    drawn = ps.linear_sample(jax.random.key(0), x, w, **options)
-    np.testing.assert_array_equal(drawn.log_probs, ps.linear_log_probs(x, w, drawn.indices, temperature=t))
-    z, _ = linear.logits(x, w)
+    log_probs = functools.partial(ps.linear_log_probs, temperature=options.get("temperature", 1.0), softcap=softcap)
+    drawn = ps.linear_sample(jax.random.key(0), x, w, softcap=softcap, **options)
+    np.testing.assert_array_equal(drawn.log_probs, log_probs(x, w, drawn.indices))
+    z, _ = linear.logits(x, w, softcap=softcap)
     want = ps.sample(jax.random.key(0), jnp.asarray(z, jnp.float32), **options)
     assert np.mean(np.asarray(drawn.indices) == want.indices) > 0.99
-    of_last = ps.linear_log_probs(x[-1:], w, drawn.indices[-1:], temperature=t)
-    np.testing.assert_array_equal(drawn.log_probs[-1:], of_last)
+    np.testing.assert_array_equal(drawn.log_probs[-1:], log_probs(x[-1:], w, drawn.indices[-1:]))
+
+
+@pytest.mark.parametrize("unusual", [1e-38, 3e38])
+@pytest.mark.parametrize("vocab", [327, 32000])
+def test_sample_beside_an_unusual_temperature(vocab, unusual):
+    """If the chunk is drawn again, from stored logits, the other tokens have the same bits."""
+    x, w, _, _ = linear.arrays(70, 128, vocab, "bfloat16", peak=2)
+    x = x.at[1:3].set(0)  # all logits are equal
+    keys, t = jax.random.split(jax.random.key(0), len(x)), jnp.linspace(0.5, 2, len(x)).at[:2].set(0)
+    usual, again = (ps.linear_sample(keys, x, w, temperature=t.at[-1].set(last)) for last in (1, unusual))
+    for a, b in zip(usual, again):
+        np.testing.assert_array_equal(a[:-1], b[:-1])
 
 
 @pytest.mark.parametrize(
