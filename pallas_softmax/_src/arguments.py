@@ -159,11 +159,11 @@ def known_temperature(function: str, temperature, logits) -> Any:
 
 
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
-# For each filter of `sample`, which numbers are accepted, and the same in words.
-FILTERS: dict[str, tuple[Callable, str]] = {
-    "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter"),
-    "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1"),
-    "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1"),
+# For each filter of `sample`: which numbers are accepted, the same in words, and which filter nothing in any row.
+FILTERS: dict[str, tuple[Callable, str, Callable]] = {
+    "top_k": (lambda k: k >= -1, "at least 1, or 0 or -1 for no filter", lambda k: k <= 0),
+    "top_p": (lambda p: (p >= 0) & (p <= _LARGEST_TOP_P), "from 0 to 1", lambda p: p >= 1),
+    "min_p": (lambda p: (p >= 0) & (p <= 1), "from 0 to 1", lambda p: p == 0),
 }
 
 # For further numbers, how `known_numbers` checks them: (function, name, value) -> the checked value
@@ -175,19 +175,26 @@ _NUMBERS: dict[str, Callable] = {
     "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
     **{
         name: functools.partial(in_range, accepted=accepted, wanted=wanted, integer=name == "top_k")
-        for name, (accepted, wanted) in FILTERS.items()
+        for name, (accepted, wanted, _) in FILTERS.items()
     },
 }
 
 
 def known_numbers(function: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers among the arguments of a function of logits, checked for `at_once`."""
+    """Returns the numbers among the arguments of a function of logits, checked for `at_once`.
+
+    A filter that is known to filter nothing becomes None.
+    """
     found = {}
     if "temperature" in given:
         found["temperature"] = known_temperature(function, given["temperature"], given["logits"])
     for name, check in _NUMBERS.items():
         if given.get(name) is not None:
             found[name] = check(function, name, given[name])
+    for name, (*_, is_off) in FILTERS.items():
+        number = found.get(name)
+        if number is not None and is_known(number) and not np.ndim(number) and is_off(jax.device_get(number)):
+            found[name] = None
     return found
 
 

@@ -178,7 +178,7 @@ SAMPLES = [  # n, dtype, options, kernels
     (64, "bfloat16", {}, ["linear_draw"]),
     # the kernels of stored logits are for unusual temperatures
     (1, "float16", {"temperature": 0.7}, ["linear_draw", "linear_logits", "sample"]),
-    (1000, "bfloat16", {}, ["linear_draw"]),
+    (1000, "bfloat16", {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, ["linear_draw"]),  # these filter nothing
     (64, "float32", {"temperature": 0.7}, ["sample"]),  # XLA multiplies
     (64, "bfloat16", {"mode": "high", "top_k": 5}, ["linear_logits", "filter_cutoff"]),
 ]

@@ -222,7 +222,7 @@ def parameters(function: str, x: Any, axis: int, **given: Any) -> list:
     wide = jax.eval_shape(as_float, x).dtype
     t = arguments.row_temperature(function, given["temperature"], x.shape, axis, wide)
     filters: list[Any] = []
-    for name, (accepted, _) in FILTERS.items():
+    for name, (accepted, *_) in FILTERS.items():
         number = given[name]
         if number is not None:
             number = arguments.per_row(function, name, number, x.shape, axis)
