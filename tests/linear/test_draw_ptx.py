@@ -87,7 +87,7 @@ def test_best_sums(kind, key_for_each_row):
     nothing_known = np.zeros(FIRST_ROW + len(z), "u4")
     numbers = operands(words, t)
     memory = bounds_of(numbers, 1 if key_for_each_row else 16)
-    key, index, x, known = draw(z, memory, numbers, nothing_known)
+    _, index, x, _ = draw(z, memory, numbers, nothing_known)
 
     columns = np.broadcast_to(np.arange(TILE_N) + FIRST_COLUMN, SHAPE)
     gumbel = np.asarray(noise.gumbel_at(jnp.asarray(words), jnp.asarray(columns), 1))
@@ -104,7 +104,15 @@ def test_best_sums(kind, key_for_each_row):
     assert (np.abs(sums[some, at] - sums[some, best[some]]) <= 4 * ulp * (t[some] > 0)).all()
     assert (at == best[some]).mean() > 0.95 and (at == best[some])[t[some] == 0].all()
 
-    # A tile that is as good draws again. A tile that another one has beaten finds nothing, except at temperature 0.
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixed", "masked", "rounded"])
+def test_known_sums(kind):
+    """A tile that is as good draws again. A tile that another one has beaten finds nothing, except at temperature 0."""
+    z, t = (a.astype("f4") for a in rows_of(kind))
+    numbers = operands(np.concatenate(noise.words(jax.random.key(3), (len(z), VOCAB), 1), -1), t)
+    memory = bounds_of(numbers, 16)
+    _, index, _, known = draw(z, memory, numbers, np.zeros(FIRST_ROW + len(z), "u4"))
     np.testing.assert_array_equal(draw(z, memory, numbers, known)[1], index)
     beaten = np.where(known > 0, np.uint32(0xFF7FFFFF), 0).astype("u4")  # the order of the largest float32
     assert (draw(z, memory, numbers, beaten)[1] == HIGHEST)[t > 0].all()
