@@ -146,6 +146,18 @@ def test_interpreted_sample_beside_an_unusual_temperature(unusual):
     jax.tree.map(np.testing.assert_array_equal, usual, again)
 
 
+@pytest.mark.slow
+def test_interpreted_sample_where_only_the_quotient_overflows():
+    """z / t is infinite, and z * (1 / t) is finite. `sample` takes such a row as at a temperature of 0."""
+    z, t = np.float32(1.27001509491848e18), np.float32(3.732238923839261e-21)
+    with np.errstate(over="ignore"):
+        assert np.isinf(z / t) and np.isfinite(z * (1 / t))
+    x, w = jnp.zeros((2, 64), "bfloat16").at[:, 0].set(1), jnp.full((64, 320), z, "bfloat16")
+    drawn = linear.draws(mosaic_gpu.OPERATIONS, x, w, jnp.float32([t, 1]))
+    assert drawn[0][0] == 0
+    np.testing.assert_allclose(drawn[2][0], -np.log(320), rtol=1e-5)
+
+
 @pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
 def test_tiles_are_added_in_one_order(tiles):
     """The bits of a row's sum do not depend on the number of rows."""

@@ -76,7 +76,7 @@ def order_of(plan):
     return plan if isinstance(plan, Tile) else (plan.cut, plan.step_blocks, plan.cluster)
 
 
-VOCABS = (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 100_000, 128256, 151936, 262144, 450_001)
+VOCABS = (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 50304, 100_000, 100_352, 128256, 151936, 262144, 450_001)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,6 +88,14 @@ def test_rows_have_one_order_in_any_batch(op, dtype):
             for rows in (1, 2, 3, 8, 13, 16, 17, 64, 100, 512, 1024, 2000, 4096)
         }
         assert len(orders) == 1
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_grad", "token_stats"])
+def test_segments_of_16_bit_rows_leave_few_blocks_idle(op):
+    """A sixteenth of 50,304 elements has 3.07 blocks, which take four. A sixteenth of 65,536 has four."""
+    for vocab, dtype, segments in (50304, "bfloat16", 8), (65536, "bfloat16", 16), (50304, "float32", 16):
+        plans = [softmax_plan.plan_softmax(op, rows, vocab, dtype, HOPPER) for rows in (1, 64, 1024)]
+        assert [plan.count * plan.per_cta for plan in plans] == [segments] * 3
 
 
 def test_few_rows_have_a_cta_for_each_segment():

@@ -132,7 +132,7 @@ def linear_sample(
     """Draws once for each token from the softmax of its logits: the LM head and the draw of a decoder in one call.
 
     It returns `sample(key, z, ...)` of the logits z = softcap * tanh((x @ w + bias) / softcap), which are float32
-    (float64 for float64). They are not all stored at once; without filters, kernels store none. With kernels,
+    (float64 for float64). They are not all stored at once. Without filters, a kernel may store none. With kernels,
     `log_probs` have the bits of `linear_log_probs(x, w, indices)` with the same temperature, bias and softcap, in any
     batch. So a sampler and its trainer agree. `linear_log_probs` takes temperatures from 1e-37 to 1e37, and 0.
 

@@ -47,6 +47,11 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         tokens_drawn = tokens._replace(labels=indices)
         return 0 - token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)  # not -0
 
+    def is_usual(normalizer, z_at_index, tokens: Tokens):
+        """Returns which rows the kernel of the product can draw. Their quotients are finite, however they are rounded."""
+        finite = jnp.isfinite(normalizer.m) & jnp.isfinite(z_at_index / tokens.divisor)
+        return finite & is_temperature(tokens.temperature)
+
     def mass_of_all(tokens: Tokens, log_probs):
         """Returns the log of the mass without filters; at a temperature of 0, a number below `log_probs`."""
         return tokens.at_0(-jnp.inf, jnp.zeros_like(log_probs))
@@ -54,11 +59,12 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
     def from_logits(x, tokens: Tokens) -> tuple:
         z, normalizer = functions.logits(x, w, columns.bias, tokens, head=layer.head)
         indices, of_sampler, log_mass = _draw(sampler, z, tokens, first, vocab, mesh_axes)
-        log_probs = log_prob(normalizer, at_columns(z, indices - first, vocab), indices, tokens)
+        z_at_index = at_columns(z, indices - first, vocab)
+        log_probs = log_prob(normalizer, z_at_index, indices, tokens)
         if tokens.temperature is not None:  # `sample` takes more temperatures than `linear_log_probs`
             log_probs = jnp.where(is_temperature(tokens.temperature), log_probs, of_sampler)
             if in_product:  # other tokens of the chunk must not change it
-                usual = is_temperature(tokens.temperature) & jnp.isfinite(normalizer.m)
+                usual = is_usual(normalizer, z_at_index, tokens)
                 log_mass = jnp.where(usual, mass_of_all(tokens, log_probs), log_mass)
         # Rounding must not make the mass of what is kept less than the mass of the drawn entry.
         return indices, log_probs, jnp.maximum(log_mass, log_probs)
@@ -68,11 +74,9 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         indices = jnp.where(jnp.isfinite(normalizer.m), column, -1)
         log_probs = log_prob(normalizer, logit, indices, tokens)
         results = indices, log_probs, jnp.maximum(mass_of_all(tokens, log_probs), log_probs)
-        if (t := tokens.temperature) is None:
+        if tokens.temperature is None:
             return results
-        # A quotient overflows, or `linear_log_probs` does not take the temperature. Without a draw, it is NaN.
-        overflows = jnp.isinf(normalizer.m) | jnp.isinf(logit / tokens.divisor)
-        unusual = overflows | ~(is_temperature(t) | jnp.isnan(t))
+        unusual = ~(is_usual(normalizer, logit, tokens) | jnp.isnan(normalizer.m))  # with a NaN, nothing is drawn
         unusual = unusual if tokens.kept is None else unusual & tokens.kept
         return changed_if(jnp.any(unusual), lambda _: from_logits(x, tokens), results)
 

@@ -1,13 +1,15 @@
 """Kernels that compute logits tile by tile in registers, and store per-row sums, exponentials or gradients.
 
 `row_sums` reduces the rows of each tile. If each row has a reference (a guess of its maximum), it also writes
-exponentials. For a divergence, it also writes the logits z. `logit_gradients` writes gradients. The kernel is
-`product.multiply_tiles`; here are its two epilogues. A warpgroup calls the epilogue for each of its parts:
+exponentials. For a divergence, and for draws with filters, it also writes the logits z. `row_draws` reduces and draws.
+`logit_gradients` writes gradients. The kernel is `product.multiply_tiles`; here are its three epilogues. A warpgroup
+calls the epilogue for each of its parts:
 
     acc, 64 rows of a tile of x @ w, float32, in the registers of a warpgroup
       │  + bias, softcap, temperature; -inf from column V on
       ▼
       z ──► per row: its `Statistics`                                       (tiles, rows), merged by ⊕ outside
+      ├───► the winner of a draw (`draw_ptx.py`), before the temperature      (tiles, rows)
       ├───► z at several labels (`several_labels.py`)                       (rows * K,)
       ├───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit
       └───► z                                                                 (rows, V), float32

@@ -65,7 +65,7 @@ class Race:
         self.temperature = p.max(p.temperature, TINY)
         self.threshold, self.minus_threshold, self.low = (p.fresh("f32") for _ in range(3))
         self.best, self.index, self.x = p.fresh("f32"), p.fresh("s32"), p.fresh("f32")
-        self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `_order`
+        self.threshold_of_cta = p.word(SCRATCH.threshold)  # the best sum that the CTA knows, by `order`
 
     def start(self, threshold: Value | float) -> None:
         p = self.p
@@ -138,7 +138,7 @@ def order(x: Value) -> Value:
 
 
 def from_order(number: Value) -> Value:
-    """Returns the float of an integer from `_order`. 0 gives a NaN, and every comparison with it is false."""
+    """Returns the float of an integer from `order`. 0 gives a NaN, and every comparison with it is false."""
     return flip_negative((number ^ _SIGN).bits("s32")).bits("f32")
 
 
