@@ -48,7 +48,7 @@ def projection_sample(functions, x, w, columns, tokens: Tokens, *, sampler: Choi
         return 0 - token_losses("linear_log_probs", statistics, tokens_drawn, layer.whole_vocab)  # not -0
 
     def is_usual(normalizer, z_at_index, tokens: Tokens):
-        """Returns which rows the kernel of the product can draw. Their quotients are finite, however they are rounded."""
+        """Returns which rows the kernel of the product can draw: quotients are finite, however they are rounded."""
         finite = jnp.isfinite(normalizer.m) & jnp.isfinite(z_at_index / tokens.divisor)
         return finite & is_temperature(tokens.temperature)
 
