@@ -43,6 +43,16 @@ def _stored_by_branch(arrays):
     return lax.cond(lax.optimization_barrier(True), lambda a: a, other, arrays)
 
 
+def own_arrays(arrays):
+    """Returns a tree of arrays, for a kernel's inputs or of its outputs. None of them is a slice of a larger array.
+
+    Otherwise XLA (jax 0.11) passes the address of a slice to the kernel, even if it is not aligned, as in
+    softmax(x[1:65]) of 1,000 columns. Mosaic GPU refuses addresses that are not multiples of 256 bytes, and Triton
+    relies on 16. In a loop that puts outputs into a larger array, XLA may also run the kernel twice.
+    """
+    return lax.optimization_barrier(arrays)
+
+
 def stored_on_cpu(x):
     """Returns x. On a CPU, XLA must store x in memory before it uses x.
 

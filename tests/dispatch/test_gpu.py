@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pallas_softmax as ps
 from tests.support import bounds, cases, oracle
@@ -86,3 +87,55 @@ def test_a_computation_on_the_cpu_runs_the_plain_implementation():
     x = jax.device_put(np.ones((256, 4096), F32), jax.devices("cpu")[0])
     assert "mosaic_gpu" not in jax.jit(ps.softmax).lower(x).compile().as_text()
     np.testing.assert_allclose(jax.jit(ps.softmax)(x), 1 / 4096, rtol=1e-6)
+
+
+# Calls of (x, labels, numbers from 0.5 to 1, keep), arrays with a row for each row.
+OF_SLICES = {
+    "softmax": lambda x, labels, t, keep, **named: ps.softmax(x, where=keep, **named),
+    "gradient": lambda x, labels, t, keep, **named: jax.grad(lambda x: jnp.sum(ps.softmax(x, **named) ** 2))(x),
+    "topk": lambda x, labels, t, keep, **named: ps.fused_topk(x, 5, where=keep, temperature=t, **named),
+    "stats": lambda x, labels, t, keep, **named: ps.token_stats(x, labels, temperature=t, **named),
+    "sample": lambda x, labels, t, keep, **named: ps.sample(KEY, x, temperature=t, **named),
+    "filtered": lambda x, labels, t, keep, **named: ps.sample(KEY, x, temperature=t, top_p=t, top_k=labels, **named),
+    "log_probs": lambda x, labels, t, keep, **named: ps.linear_log_probs(halves(x), W, labels, temperature=t, **named),
+}
+KEY = jax.random.key(0)
+W = np.random.default_rng(5).standard_normal((64, 1003))
+
+
+def halves(x):
+    return x[:, :64].astype(jnp.bfloat16)
+
+
+def run_whole(f, *arrays):
+    return f(*(a[1:65] for a in arrays))
+
+
+def run_in_a_loop(f, *arrays):
+    """Rows 0 to 63, then 1 to 64: XLA knows the offsets, and writes each step's results into larger arrays."""
+
+    def step(i, results):
+        part = f(*(lax.dynamic_slice_in_dim(a, i, 64) for a in arrays))
+        return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, i, 0), results, part)
+
+    shapes = jax.eval_shape(f, *(a[1:65] for a in arrays))
+    empty = jax.tree.map(lambda s: jnp.zeros((65, *s.shape[1:]), s.dtype), shapes)
+    return jax.tree.map(lambda a: a[1:], lax.fori_loop(0, 2, step, empty))
+
+
+@both
+@pytest.mark.parametrize("run", [run_whole, run_in_a_loop])
+@pytest.mark.parametrize("name", OF_SLICES)
+def test_slices(implementation, name, run):
+    """64 rows are a multiple of 256 bytes, so XLA would pass the address of a slice, although row 1 is not aligned."""
+    if implementation == "triton" and name not in ("softmax", "gradient", "topk"):
+        pytest.skip("no Triton kernel")
+    rng = np.random.default_rng(4)
+    x, labels, t = rng.standard_normal((66, 1003)), rng.integers(1, 1003, 66), np.linspace(0.5, 1, 66)[:, None]
+    labels = labels[:, None] if name == "filtered" else labels
+    t = t[:, 0] if name == "log_probs" else t
+    arrays = [jnp.asarray(a) for a in (x.astype(F32), labels.astype("int32"), t.astype(F32), rng.random(x.shape) < 0.8)]
+    f = functools.partial(OF_SLICES[name], implementation=implementation)
+    got = jax.jit(functools.partial(run, f))(*arrays)
+    want = f(*(a[1:65] for a in arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

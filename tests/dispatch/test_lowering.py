@@ -1,8 +1,10 @@
 """The kernels of softmax and top-k in text lowered for CUDA, under every transformation and in exports."""
 
 import functools
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
@@ -101,6 +103,37 @@ def test_a_named_gradient_on_a_mesh(name):
         divided = lowered(gradient, array(160, 256, sharding=NamedSharding(mesh, P("rows", None))))
     names = kernel_names(lowered(gradient, array(40, 256)))
     assert names and kernel_names(divided) == names
+
+
+SLICED = NAMED | {
+    "gradient": lambda x, **named: jax.grad(lambda x: float_sum(ps.softmax(x, where=x > 0, **named)))(x),
+    "filtered draw": lambda x, **named: ps.sample(jax.random.key(0), x, temperature=x[:, 0], top_p=x[:, 1], **named),
+    "projection": lambda x, **named: ps.linear_log_probs(*two_halves(x), jnp.arange(32), bias=x[0], **named),
+    "draw of a projection": lambda x, **named: ps.linear_sample(jax.random.key(0), *two_halves(x), **named),
+}
+
+
+def two_halves(x):
+    return x[:32].astype("bfloat16"), x[:256].astype("bfloat16")
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_kernel_gets_no_slice(name):
+    """A barrier is before and after each kernel. Without one, XLA passes the address of a slice, however aligned."""
+    text = lowered(functools.partial(SLICED[name], implementation="mosaic_gpu"), array(257, 256))
+    assert kernel_names(text)
+    for function in text.split("\n  func.func ")[1:]:
+        barriers = re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier (.*) : ", function)
+        semaphores = re.findall(r"(%\w+) = stablehlo.broadcast_in_dim %c\w*, dims = \[\]", function)
+        own = {name for name, _ in barriers}.union(semaphores)
+        after = {name for _, operands in barriers for name in _names(operands)}
+        for results, operands in re.findall(r"(%\w+)(?::\d+)? = .*custom_call @mosaic_gpu\w*\((.*?)\)", function):
+            assert _names(operands) <= own
+            assert results in after
+
+
+def _names(operands):
+    return set(re.findall(r"%\w+", operands))
 
 
 def exported(f, x, platforms=("cuda",)):

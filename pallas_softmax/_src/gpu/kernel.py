@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.layout import Cut
+from pallas_softmax._src.masks import own_arrays
 
 
 def gpu_kernel(
@@ -62,7 +63,7 @@ def gpu_kernel(
             **optional,
         )
         with jax.enable_x64(False):  # index arithmetic of 64 bits has no lowering, or would be slower
-            return call(*inputs)
+            return own_arrays(call(*own_arrays(inputs)))
 
     return launch
 

@@ -222,8 +222,6 @@ def _launch(
     inputs = Inputs(
         None if bias is None else _padded(bias.astype(jnp.float32), TILE_N),
         _labels(tokens, head.width(w), vocab, tiling),
-        # It must have its own array. The temperature of a chunk is a slice; XLA may pass a slice by its address, and
-        # Mosaic GPU needs inputs that are aligned to 256 bytes.
         None if tokens.temperature is None else _padded(1 / tokens.divisor, tiling.cluster_rows, 1),
     )
     epilogue = functools.partial(epilogue, head, vocab)

@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.platform import compiled
 from pallas_softmax._src.folding import Mask
+from pallas_softmax._src.masks import own_arrays
 
 launch_p = Primitive("pallas_softmax_triton")
 launch_p.multiple_results = True
@@ -69,8 +70,8 @@ def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
         options = {"out_type": list(out_type), "backend_options": {"enable_fp_fusion": True}}
     else:
         options = {"out_shape": list(out_type), "enable_fp_fusion": True}
-    return triton_call(
-        *inputs,
+    results = triton_call(
+        *own_arrays(inputs),
         kernel=kernel,
         grid=grid,
         num_warps=warps,
@@ -79,6 +80,7 @@ def _lower(*inputs, kernel, out_type, grid, warps, constants, capability):
         **options,
         **dict(constants),
     )
+    return own_arrays(results)
 
 
 _environment = threading.Lock()
