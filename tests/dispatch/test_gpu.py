@@ -100,7 +100,7 @@ OF_SLICES = {
     "log_probs": lambda x, labels, t, keep, **named: ps.linear_log_probs(halves(x), W, labels, temperature=t, **named),
 }
 KEY = jax.random.key(0)
-W = np.random.default_rng(5).standard_normal((64, 1003))
+W = np.random.default_rng(5).standard_normal((64, 1003)).astype(BF16)
 
 
 def halves(x):
