@@ -124,6 +124,16 @@ def test_special_cotangents_interpreted(plan, name):
     bounds.assert_operation(name, kernels.softmax_rows(name, arrays, plan=plan), arrays, names)
 
 
+def test_masked_gradients_have_one_sign_interpreted():
+    """A segment writes some elements twice, from its body and from its edges, in any order: a zero needs one sign."""
+    where = np.random.default_rng(0).random((3, 1003)) < 0.7
+    y = where / np.sum(where, -1, keepdims=True)
+    arrays = y.astype(F32), np.full(y.shape, [[3], [-2], [1]], F32)
+    dx = kernels.softmax_rows("softmax_grad", arrays, where, plan=Parts(1003, 4, 2, 1, True))
+    for row, keep in zip(dx, where, strict=True):
+        assert len({*np.signbit(row[~keep])}) == 1
+
+
 # vectors of one element, and of eight; rows over a whole CTA
 SHORT_ROWS = (15, 512, 1003, 1, 3, 7, 8, 31, 127, 5000)
 # name: (V, CTAs of a row, whether they are a cluster)

@@ -222,7 +222,7 @@ class Segment:
         xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
         if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
-            self._store(i, size, [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs])
+            self._store(i, size, [self._masked(x, keep)[-1] for x, keep in xs])
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
         terms = [x for term in terms for x in blocks.split(term, self.walk.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)
@@ -278,6 +278,10 @@ class Segment:
                 term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
 
+    def _masked(self, x, keep):
+        """Returns a block of each array; masked elements of the last array are neutral."""
+        return x if keep is None else [*x[:-1], jnp.where(keep, x[-1], self.formula.reduction.neutral)]
+
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""
         reduction, count = self.formula.reduction, self.parts.count
@@ -321,7 +325,7 @@ class Segment:
 
         def value(x, keep):
             y = elements(*x, *constants)  # pyright: ignore[reportOptionalCall]
-            return y if keep is None else jnp.where(keep, y, formula.masked_value)
+            return jnp.where(keep, y, formula.masked_value) if read_mask else y
 
         def values(i, size):
             if self.again:
@@ -344,7 +348,8 @@ class Segment:
             return carry
 
         for edge in self.edges:
-            block = value(edge.x, edge.keep).astype(self.job.dtype)
+            # as in the body: an element that is held twice must get the same bits, also of a zero
+            block = value(self._masked(edge.x, edge.keep), edge.keep).astype(self.job.dtype)
             blocks.store(y_gmem.at[pl.ds(place.first + edge.start, EDGE)], block)
         start = place.first + self.body_start
         # The last steps come first, since they are still in shared memory; then the steps that come again.
