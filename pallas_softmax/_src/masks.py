@@ -48,9 +48,10 @@ def own_arrays(arrays):
 
     Otherwise XLA (jax 0.11) passes the address of a slice to the kernel, even if it is not aligned, as in
     softmax(x[1:65]) of 1,000 columns. Mosaic GPU refuses addresses that are not multiples of 256 bytes, and Triton
-    relies on 16. In a loop that puts outputs into a larger array, XLA may also run the kernel twice.
+    relies on 16. In a loop that puts outputs into a larger array, XLA may also run the kernel twice. Each array has a
+    barrier of its own, because XLA can look through one of several arrays.
     """
-    return lax.optimization_barrier(arrays)
+    return jax.tree.map(lax.optimization_barrier, arrays)
 
 
 def stored_on_cpu(x):
