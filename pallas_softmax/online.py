@@ -38,17 +38,24 @@ def identity(shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of:
       of: `Normalizer` or `Moments`.
 
     Raises:
-      TypeError: `dtype` is another one, or `of` is neither `Normalizer` nor `Moments`.
+      TypeError: `dtype` or `shape` is none, or `of` is neither `Normalizer` nor `Moments`.
 
     Examples:
       >>> ps.online.identity()
       Normalizer(m=Array(-inf, dtype=float32), d=Array(0., dtype=float32))
     """
     _check_of("identity", of)
-    if not jnp.issubdtype(dtype, jnp.inexact) or not np.isinf(np.array(np.inf, dtype)):
+    try:
+        has_infinity = dtype is not None and np.isinf(np.array(np.inf, jnp.zeros((), dtype).dtype))
+    except (TypeError, OverflowError):  # no dtype of JAX, or one of integers
+        has_infinity = False
+    if not has_infinity:
         raise TypeError(f"online.identity: dtype must be a floating or complex one with infinity, got {dtype}")
-    zeros = (jnp.zeros(shape, dtype) for _ in of._fields[1:])
-    return of._make((jnp.full(shape, -jnp.inf, dtype), *zeros))
+    try:
+        m = jnp.full(shape, -jnp.inf, dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"online.identity: shape must be integers of at least 0, got {shape!r}") from None
+    return of._make((m, *(jnp.zeros_like(m) for _ in of._fields[1:])))
 
 
 @at_once()
@@ -65,6 +72,7 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
     Raises:
       TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; a field is not a floating or
         complex array; or `scale` is not a real number or an array of real numbers.
+      ValueError: the fields do not broadcast to one shape.
 
     Examples:
       >>> a = ps.online.reduce(jnp.ones(3))  # m = 1, d = 3
@@ -78,10 +86,16 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
         raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
     for name, pair in (("a", a), ("b", b)):
         for field, value in zip(pair._fields, pair):
+            arguments.check_array("online.combine", f"{name}.{field}", value)
             if not isinstance(value, int | float | complex):
                 _floats("combine", f"{name}.{field}", value)
-    if scale is not None and not jnp.isrealobj(arguments.array("online.combine", "scale", scale)):
-        raise TypeError(f"online.combine: scale must be real, got {scale!r}")
+    if scale is not None:
+        arguments.real_array("online.combine", "scale", scale, "a real number or an array of real numbers")
+    shapes = [*map(jnp.shape, (*a, *b))]
+    try:
+        jnp.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(f"online.combine: the fields of a and b must broadcast, got the shapes {shapes}") from None
     return normalizers.combine(a, b, scale=scale)
 
 
@@ -189,7 +203,8 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       k: number of winners, at most the candidates of both lists.
 
     Raises:
-      TypeError: a field is not an array, the dtypes of the values differ, or `k` is not an integer.
+      TypeError: `a` or `b` is not a pair, a field is not an array of such numbers, the dtypes of the values differ, or
+        `k` is not an integer.
       ValueError: `k` is out of range, or the shapes do not fit.
 
     Examples:
@@ -198,16 +213,27 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       >>> ps.online.merge(a, b, 2)
       Candidates(values=Array([9, 8], dtype=int32), indices=Array([1, 5], dtype=int32))
     """
-    lists = [
-        [arguments.array("online.merge", f"{name}.{field}", x) for field, x in zip(Candidates._fields, of, strict=True)]
-        for name, of in (("a", a), ("b", b))
-    ]
+    lists = [_candidates("a", a), _candidates("b", b)]
     dtypes, shapes = [v.dtype for v, _ in lists], [(v.shape, i.shape) for v, i in lists]
     if dtypes[0] != dtypes[1]:
         raise TypeError(f"online.merge: a.values and b.values must have one dtype, got {dtypes[0]} and {dtypes[1]}")
     if any(not v or v != i or v[:-1] != shapes[0][0][:-1] for v, i in shapes):
         raise ValueError(f"online.merge: values and indices must fit, each (..., n), got the shapes {shapes}")
     k = arguments.winners("online.merge", k, sum(v[-1] for v, _ in shapes))
+    is_narrow = jnp.issubdtype(dtypes[0], jnp.integer) and jnp.iinfo(dtypes[0]).bits < 8
+    if is_narrow:  # XLA for CPUs cannot join or sort these
+        lists = [(v.astype(jnp.int8), i) for v, i in lists]
     values, indices = (jnp.concatenate(pair, axis=-1) for pair in zip(*lists))
     *_, values, indices = lax.sort((~sort_keys.key(values), indices, values, indices), num_keys=2)
-    return Candidates(values[..., :k], indices[..., :k])
+    return Candidates(values[..., :k].astype(dtypes[0]), indices[..., :k])
+
+
+def _candidates(name: str, given) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(f"online.merge: {name} must be Candidates, got {given!r}")
+    values, indices = (arguments.array("online.merge", f"{name}.{of}", x) for of, x in zip(Candidates._fields, given))
+    if values.dtype != bool:
+        arguments.real_array("online.merge", f"{name}.values", values, "an array of real numbers or bools")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"online.merge: {name}.indices must be integers, got {indices.dtype.name}")
+    return values, indices

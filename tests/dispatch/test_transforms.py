@@ -177,6 +177,8 @@ ROWS = {
         x[:, :2], X[:2], jnp.where(x > 0, 1, 2), label_probs=x, reduction=None
     ),
     "normalizer": ps.online.reduce,
+    "rank": lambda x: ps.token_stats(x, jnp.zeros(x.shape[:1], "int32"), rank=True),
+    "draw of a projection": lambda x: ps.linear_sample(jax.random.key(0), x[:, :2], X[:2]),
 }
 
 
@@ -223,6 +225,12 @@ def test_export_with_a_symbolic_number_of_winners(name):
         got = again.call(X, np.zeros(k, F32))
         assert isinstance(got, ps.TopK)
         close(got, OF_WINNERS[name](X, k))
+
+
+def test_export_of_a_router_with_a_symbolic_number_of_experts():
+    again = exported(lambda x: ps.route(x, 1), export.symbolic_shape("n, v", constraints=["v >= 1"]))
+    for x in (X, X[:2, :1]):
+        close(again.call(x), ps.route(x, 1))
 
 
 def test_a_symbolic_number_of_winners_must_be_known_to_fit():

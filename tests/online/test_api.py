@@ -271,8 +271,8 @@ def test_reduce_and_scan_of_moments():
     np.testing.assert_allclose(got, entropy, rtol=0, atol=64 * 2.0**-23 * (1 + np.log(129)))
 
 
-def refused(match, function, *arguments, **options):
-    with pytest.raises(TypeError, match=match):
+def refused(match, function, *arguments, error=TypeError, **options):
+    with pytest.raises(error, match=match):
         function(*arguments, **options)
 
 
@@ -293,3 +293,31 @@ def test_what_does_not_fit_is_refused():
             wrong = pair._replace(**{field: bad})
             refused(f"online.combine: a.{field} must be .*, got", online.combine, wrong, pair)
             refused(f"online.combine: b.{field} must be .*, got", online.combine, pair, wrong)
+    refused("scale must be a real number .*, got bool", online.combine, pair, pair, scale=True)
+    refused("a.m must be from", online.combine, Normalizer(2**40, 1.0), pair, error=ValueError)
+    other = online.identity((2,))
+    refused("must broadcast, got the shapes", online.combine, pair, other, error=ValueError)
+    for dtype in (None, "foo", np.longdouble, int):
+        refused("dtype must be a floating or complex one", online.identity, (), dtype)
+    for shape in ("a", (-1,)):
+        refused("shape must be integers", online.identity, shape)
+    values, indices = jnp.array([3.0, 1.0]), jnp.arange(2)
+    good = Candidates(values, indices)
+    for bad in (None, (values, indices, indices)):
+        refused("a must be Candidates, got", online.merge, bad, good, 2)
+    refused(
+        "a.values must be an array of real numbers or bools, got complex64",
+        online.merge,
+        (values + 1j, indices),
+        good,
+        2,
+    )
+    refused("b.indices must be integers, got float32", online.merge, good, (values, values), 2)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint4", "bool"])
+def test_merge_of_narrow_numbers(dtype):
+    a, b = ([1, 0], [4, 1]), ([1, 1], [2, 0])
+    got = online.merge(*(Candidates(jnp.array(v, dtype), jnp.array(i)) for v, i in (a, b)), 3)
+    assert got.values.dtype == dtype
+    np.testing.assert_array_equal(got.indices, [0, 2, 4])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
@@ -121,7 +122,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
             f"got {function!r} ({type(function).__name__})"
         )
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def call(arrays):
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
@@ -137,3 +138,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
     finally:
         _recorder.reset(token)
     return choices
+
+
+def _is_array(x: Any) -> bool:
+    """Returns whether x is an array, or describes one. Other numbers and dtypes of NumPy stay known, such as k."""
+    is_known = isinstance(x, type | np.generic) or (isinstance(x, np.ndarray) and not x.ndim)
+    return not is_known and hasattr(x, "shape") and hasattr(x, "dtype")

@@ -95,7 +95,7 @@ def _draw(sampler: Choice, z, tokens: Tokens, first, vocab: int, mesh_axes) -> t
     """
     assert tokens.draw is not None
     noise, *filters = tokens.draw
-    t = jnp.ones((len(z), 1), z.dtype) if tokens.temperature is None else tokens.temperature[:, None]
+    t = jnp.ones((z.shape[0], 1), z.dtype) if tokens.temperature is None else tokens.temperature[:, None]
     numbers = (t, *filters)
     is_sample = sampler.call.operation is SAMPLE
     if mesh_axes or not is_sample:  # indices count the columns before these

@@ -149,7 +149,7 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
     if groups < 1 or experts % groups:
         raise ValueError(f"{name}: groups must be at least 1 and divide the {experts} experts, got {groups}")
     size = experts // groups
-    best = min(2, size)
+    best = min(2, size) if groups > 1 else 1
     if group_best is not None:
         best = bounded("group_best", group_best, size, f"the {size} experts of a group")
     if groups > 1 or top_groups is not None:

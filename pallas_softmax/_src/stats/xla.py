@@ -75,7 +75,8 @@ def counted_stats(logits, where, temperature, labels, at_labels, *, scaled):
     keys = sort_keys.wide_key(logits)
     before = (keys > at_labels) | ((keys == at_labels) & (positions(logits) < labels))
     # float32 counts up to 2^24, and XLA for CPUs adds floats faster than integers
-    dtype = jnp.float32 if logits.shape[-1] <= 2**24 else jnp.int32
+    vocab = logits.shape[-1]
+    dtype = jnp.float32 if isinstance(vocab, int) and vocab <= 2**24 else jnp.int32
     count = jnp.sum(masked(before, where, False), -1, keepdims=True, dtype=dtype).astype(jnp.int32)
     return token_stats(logits, where, temperature, labels, scaled=scaled)._replace(rank=count)
 
