@@ -44,7 +44,7 @@ def _stored_by_branch(arrays):
 
 
 def own_arrays(arrays):
-    """Returns a tree of arrays, for a kernel's inputs or of its outputs. None of them is a slice of a larger array.
+    """Returns a tree of arrays, the inputs or outputs of a kernel. None of them is a slice of a larger array.
 
     Otherwise XLA (jax 0.11) passes the address of a slice to the kernel, even if it is not aligned, as in
     softmax(x[1:65]) of 1,000 columns. Mosaic GPU refuses addresses that are not multiples of 256 bytes, and Triton
