@@ -67,13 +67,37 @@ def test_merges_of_pieces(experts, groups, kind):
     assert_merged(tile, experts, k, keys, tile.lanes / 2)
 
 
+def exponentials(tile, score, x):
+    """Returns e, and m and d of each row, (rows, 1)."""
+    machine = ptx.run_on_tile(exponentials_program(tile, score), ptx.held_by_threads(tile, x.view("i4")))
+    per_row = []
+    for name in "md":
+        found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
+        found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
+        found = found.reshape(tile.rows, tile.lanes)
+        np.testing.assert_array_equal(found, np.broadcast_to(found[:, :1], found.shape))
+        per_row.append(found[:, :1])
+    return ptx.tile_of(machine, tile, "e", "float32"), *per_row
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 8, 4, 8), Tile(128, 2, 4, 1), Tile(4, 32, 1, 5)], ids=str)
+@pytest.mark.parametrize("other", [20, np.nan])
+def test_exponentials_of_a_row_do_not_depend_on_other_rows(tile, other):
+    x = np.random.default_rng(0).standard_normal(tile.shape).astype(F32)
+    beside = x.copy()
+    beside[:2] += other
+    for score in ("softmax", "sigmoid"):
+        for a, b in zip(exponentials(tile, score, x), exponentials(tile, score, beside)):
+            np.testing.assert_array_equal(a[2:], b[2:])
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("tile", [Tile(16, 8, 4, 8), Tile(128, 2, 4, 1), Tile(4, 32, 1, 5)], ids=str)
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_exponentials(tile, score, is_exact):
     """Rows with a sum that is neither large nor small; and some near both ends, beyond them, and with special numbers.
 
-    A warp subtracts the largest logits of all its rows if the sum of one row is out of range.
+    The largest logit of a row is subtracted if its sum is out of range.
     """
     rng = np.random.default_rng(tile.lanes)
     x = rng.standard_normal(tile.shape).astype(F32)
@@ -82,15 +106,8 @@ def test_exponentials(tile, score, is_exact):
         x[::2] += rng.choice(far, (len(x[::2]), 1))
         x[1, 0], x[2, 1], x[3] = np.inf, np.nan, -np.inf
     x[0, 2] = -np.inf
-    machine = ptx.run_on_tile(exponentials_program(tile, score), ptx.held_by_threads(tile, x.view("i4")))
-    e = ptx.tile_of(machine, tile, "e", "float32")
-    per_row = {}
-    for name in "md":
-        found = [machine.registers[f"%{name}{row}"] for row in range(tile.rows // (128 // tile.lanes))]
-        found = np.array(found).astype("uint32").view(F32).reshape(-1, 128 // tile.lanes, tile.lanes)
-        per_row[name] = found.reshape(tile.rows, tile.lanes)
-        np.testing.assert_array_equal(per_row[name], np.broadcast_to(per_row[name][:, :1], per_row[name].shape))
-    m, d = (per_row[name][:, :1].astype("f8") for name in "md")
+    e, m, d = exponentials(tile, score, x)
+    m, d = m.astype("f8"), d.astype("f8")
     assert not is_exact or not m.any()
     with np.errstate(all="ignore"):
         lse = np.where(m == np.inf, m, m + np.log(d))

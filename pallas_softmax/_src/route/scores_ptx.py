@@ -7,8 +7,8 @@ normalizer and two scores:
     softmax      e / d
     sigmoid      e / (1 + e)
 
-That is accurate if d is neither large nor small. Otherwise the warp computes the normalizers of its rows again, with
-the largest logit subtracted.
+That is accurate if d is neither large nor small. If d of any row of a warp is not, the warp computes its rows again,
+with the largest logit subtracted. Only rows with such a d get these results, so the other rows do not depend on them.
 
 A group is ranked by the sum of its best entries. A group lies in the elements of some neighbouring lanes, or of one
 lane, or a lane has several groups (see `route/plan.py`). The steps:
@@ -17,6 +17,9 @@ lane, or a lane has several groups (see `route/plan.py`). The steps:
     lanes of a group     merge their best entries, by shuffles, and add them
     lanes of a row       count for each group how many others are better: a larger sum, or an equal one of a lower group
 """
+
+import functools
+import operator
 
 import numpy as np
 
@@ -56,27 +59,28 @@ def exponentials_program(tile: Tile, score: Score) -> TileProgram:
     rows = range(p.rows)
     xs, es = ([p.operands("f32", *(f"{name}{row}_{i}" for i in range(count))) for row in rows] for name in "xe")
     m, d = (p.operands("f32", *(f"{name}{row}" for row in rows)) for name in "md")
-    inexact = p.var(False, "pred")
+    inexact = [p.var(False, "pred") for _ in rows]
     for row in rows:
         for e, x in zip(es[row], xs[row]):
             p.set(e, p.exp2(x * LOG2_E))
         p.set(m[row], 0.0)
         p.set(d[row], _over_row(p, tile, "add", p.reduce("add", es[row])))
         is_exact = (d[row] >= LEAST_SUM) & (d[row] <= MOST_SUM)  # False for NaN
-        p.set(inexact, True, when=~is_exact)
-    with p.when(p.any(inexact)):  # again, with the largest logit subtracted
-        for row in rows:
-            p.set(m[row], _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs[row])))
-            shift = p.select(m[row].equals(float("-inf")), 0.0, m[row])
+        p.set(inexact[row], True, when=~is_exact)
+    with p.when(p.any(functools.reduce(operator.or_, inexact))):  # again, with the largest logit subtracted
+        for row, again in zip(rows, inexact):
+            largest = _over_row(p, tile, "max.NaN", p.reduce("max.NaN", xs[row]))
+            shift = p.select(largest.equals(float("-inf")), 0.0, largest)
             total = p.var(0.0, "f32")
             for x, e in zip(xs[row], es[row]):  # one after the other, to need few registers
                 shifted = p.exp2((x - shift) * LOG2_E)
                 p.increase(total, shifted)
                 if score == "softmax":
-                    p.set(e, shifted)
-                else:
+                    p.set(e, shifted, when=again)
+                else:  # the same as before where d is neither large nor small
                     p.set(e, p.exp2(p.op("min.NaN", "f32", x * LOG2_E, LARGEST_EXPONENT)))
-            p.set(d[row], _over_row(p, tile, "add", total))
+            p.set(m[row], largest, when=again)
+            p.set(d[row], _over_row(p, tile, "add", total), when=again)
     # Without this barrier, ptxas moves the loads of the bias to the top, and needs 20 more registers.
     p.sync_warp()
     return p

@@ -284,7 +284,8 @@ def _apply_min_p(p: PartProgram, kept: Kept) -> None:
             p.update(least, "min", p.key(x), when=mass_of_one >= p.min_p)
 
         p.sweep_elements(add)
-        of_ctas = p.over_each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], p.word(SCRATCH.counted))
+        at = p.word(SCRATCH.counted + 2)  # another CTA may still read the first two words, of the last filter
+        of_ctas = p.over_each_cta(["add", "min"], [mass, least], [0.0, HIGHEST], at)
         mass, least = p.over_warp(["add", "min"], of_ctas)
         kept.all_down_to(least, mass)
 
