@@ -323,7 +323,9 @@ TYPE_ERRORS = {
     "online.scan: x must be a floating array, got complex64": lambda: ps.online.scan(X * 1j),
     "online.identity: dtype must be .* with infinity, got": lambda: ps.online.identity((), jnp.float8_e4m3fn),
     "online.identity: of must be Normalizer or Moments": lambda: ps.online.identity(of=ps.online.Candidates),
-    "online.combine: scale must be real, got 1j": lambda: ps.online.combine(*[ps.online.identity()] * 2, scale=1j),
+    "online.combine: scale must be a real number .*, got complex64": lambda: ps.online.combine(
+        *[ps.online.identity()] * 2, scale=1j
+    ),
     "online.entropy: moments must be Moments, got Normalizer": lambda: ps.online.entropy(
         ps.online.identity()  # pyright: ignore[reportArgumentType]
     ),

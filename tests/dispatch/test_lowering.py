@@ -117,7 +117,7 @@ def two_halves(x):
     return x[:32].astype("bfloat16"), x[:256].astype("bfloat16")
 
 
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("name", first_values(3, [*reversed(SLICED)]))
 def test_a_kernel_gets_no_slice(name):
     """A barrier is before and after each kernel. Without one, XLA passes the address of a slice, however aligned."""
     text = lowered(functools.partial(SLICED[name], implementation="mosaic_gpu"), array(257, 256))
