@@ -5,7 +5,7 @@ import pytest
 
 from pallas_softmax._src.softmax import label_rank, states_ptx
 from tests.support import oracle, ptx
-from tests.support.covering import first, pairs
+from tests.support.covering import cover, first, pairs
 
 F32 = np.float32
 EPS = 2.0**-23
@@ -67,7 +67,7 @@ def assert_moments(got, want):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("kind", "case"), cover(KINDS, [(64, 16, 1.0), (35, 32, 0.7), (3, 1, 3.0)]))
+@pytest.mark.parametrize(("kind", "case"), first(4, pairs(KINDS, [(64, 16, 1.0), (35, 32, 0.7), (3, 1, 3.0)])))
 def test_add_logits(kind, case):
     count, step, scale = case
     x = logits(kind, count) if count > 3 else logits(kind, 8)[1:4]
