@@ -48,8 +48,8 @@ def added(x, scale, step, again=None):
     """Returns the moments of each thread after all steps of `step` logits. `again` is a `Scale`'s last factor."""
     state = np.full(128, -np.inf, F32), np.zeros(128, F32), np.zeros(128, F32)
     factors = {"a": F32(scale * states_ptx.LOG2_E)} | ({} if again is None else {"first": F32(1), "again": F32(again)})
-    for first in range(0, len(x), step):
-        operands = {f"x{i}": row for i, row in enumerate(x[first : first + step])}
+    for at in range(0, len(x), step):
+        operands = {f"x{i}": row for i, row in enumerate(x[at : at + step])}
         program = states_ptx.add_program(len(operands), scaled=again is not None)
         machine = ptx.run(program, np.zeros(0, "uint8"), **dict(zip("mdt", state)), **factors, **operands)
         state = results(machine, *"mdt")
