@@ -38,7 +38,8 @@ def identity(shape: Sequence[int] = (), dtype: "DTypeLike" = jnp.float32, *, of:
       of: `Normalizer` or `Moments`.
 
     Raises:
-      TypeError: `dtype` or `shape` is none, or `of` is neither `Normalizer` nor `Moments`.
+      TypeError: `dtype` is another one, `shape` is not integers of at least 0, or `of` is neither `Normalizer` nor
+        `Moments`.
 
     Examples:
       >>> ps.online.identity()
@@ -86,8 +87,9 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
         raise TypeError(f"online.combine: b must be {wanted}, got {b!r}")
     for name, pair in (("a", a), ("b", b)):
         for field, value in zip(pair._fields, pair):
-            arguments.check_array("online.combine", f"{name}.{field}", value)
-            if not isinstance(value, int | float | complex):
+            if isinstance(value, int | float | complex):
+                arguments.check_array("online.combine", f"{name}.{field}", value)
+            else:
                 _floats("combine", f"{name}.{field}", value)
     if scale is not None:
         arguments.real_array("online.combine", "scale", scale, "a real number or an array of real numbers")
@@ -203,8 +205,8 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       k: number of winners, at most the candidates of both lists.
 
     Raises:
-      TypeError: `a` or `b` is not a pair, a field is not an array of such numbers, the dtypes of the values differ, or
-        `k` is not an integer.
+      TypeError: `a` or `b` is not a pair, values are not real numbers or bools, indices are not integers, the dtypes of
+        the values differ, or `k` is not an integer.
       ValueError: `k` is out of range, or the shapes do not fit.
 
     Examples:

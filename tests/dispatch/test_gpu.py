@@ -116,7 +116,7 @@ def run_in_a_loop(f, *arrays):
 
     def step(i, results):
         part = f(*(lax.dynamic_slice_in_dim(a, i, 64) for a in arrays))
-        return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, i, 0), results, part)
+        return jax.tree.map(lambda whole, new: lax.dynamic_update_slice_in_dim(whole, new, i, 0), results, part)
 
     shapes = jax.eval_shape(f, *(a[1:65] for a in arrays))
     empty = jax.tree.map(lambda s: jnp.zeros((65, *s.shape[1:]), s.dtype), shapes)

@@ -149,7 +149,7 @@ class Parts:
 
     All segments have the `length` of the longest one, so that the kernel's shapes are static. A segment owns the
     elements up to the start of the next one. Each element is reduced once: in the body that holds and owns it, else in
-    an edge of the segment that owns it. An element that is held twice is written twice, with the same value.
+    an edge of the segment that owns it. An element that is held twice is written twice, with the same bits.
     """
 
     vocab: int  # number of elements of a row
