@@ -26,13 +26,16 @@ _UNSET = -7  # what a result holds that the program did not write
 
 
 def part_of(plan, x, i):
-    """Returns part i of a row, as shared memory holds it, and the index of the element at position 0."""
+    """Returns part i of a row, as shared memory holds it, and the index of its first element."""
     window = plan.window
     start, end = int(window.cut.start(i)), int(window.cut.start(i + 1))
-    low = window.head - -start % window.vec if window.head else 0
-    part = np.full(window.size, -np.inf, x.dtype)
-    part[low : low + end - start] = x[start:end]
-    return part, start - low
+    part = np.full(window.smem_size, -np.inf, x.dtype)
+    part[shift_of(window) :][: end - start] = x[start:end]
+    return part, start
+
+
+def shift_of(window):
+    return window.vec - 1 if window.shifted else 0
 
 
 def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
@@ -42,13 +45,13 @@ def run_row(plan, x, words, temperature, top_k, top_p, min_p, rng=None):
     """
     count, dtypes = plan.window.count, _OF_CUTOFF if words is None else DRAWN
     results = {name: ptx.Device(np.full(1, _UNSET, dtype)) for name, dtype in dtypes.items()}
-    parts, origins = zip(*(part_of(plan, x, i) for i in range(count)))
+    parts, starts = zip(*(part_of(plan, x, i) for i in range(count)))
     size = parts[0].nbytes
     of_row = {name: np.asarray(a) for name, a in row_operands(0, 0, jnp.asarray(temperature, F32)).items()}
     operands = {
         **of_row,
         **{"top_k": np.int32(top_k), "top_p": F32.type(top_p), "min_p": F32.type(min_p)},
-        **{"part": np.arange(count), "origin": np.array(origins)},
+        **{"part": np.arange(count), "start": np.array(starts), "shift": shift_of(plan.window)},
         **{"x": _X, "scratch": _X + size, **results},
         **({} if words is None else dict(zip(NOISE_OPERANDS, words))),
     }

@@ -124,6 +124,24 @@ def test_special_cotangents_interpreted(plan, name):
     bounds.assert_operation(name, kernels.softmax_rows(name, arrays, plan=plan), arrays, names)
 
 
+PLACES = [Parts(1003, 4, 2, 1, True), Parts(1003, 4, 2, 2, True), Parts(1003, 4, 2, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "masked"),
+    first(2, pairs(["softmax", "log_softmax_grad", "logsumexp"], PLACES, [False, True])),
+    ids=str,
+)
+def test_a_row_has_the_same_bits_at_any_place_interpreted(name, plan, masked):
+    """Equal rows start at each element of a line of device memory."""
+    rng, rows, v = np.random.default_rng(0), 33, plan.vocab
+    arrays = [rng.standard_normal((1, v)).astype(F32).repeat(rows, 0) for _ in range(1 + name.endswith("grad"))]
+    where = rng.random((1, v)) < 0.7 if masked else None
+    results = kernels.softmax_results(name, arrays, where, plan=plan)
+    for result in results:
+        np.testing.assert_array_equal(result, np.broadcast_to(result[:1], result.shape))
+
+
 def test_masked_gradients_have_one_sign_interpreted():
     """A segment writes some elements twice, from its body and from its edges, in any order: a zero needs one sign."""
     where = np.random.default_rng(0).random((3, 1003)) < 0.7

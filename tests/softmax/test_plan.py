@@ -76,7 +76,7 @@ def order_of(plan):
     return plan if isinstance(plan, Tile) else (plan.cut, plan.step_blocks, plan.cluster)
 
 
-VOCABS = (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 50304, 100_000, 100_352, 128256, 151936, 262144, 450_001)
+VOCABS = (2, 127, 1000, 8192, 12288, 12292, 32000, 50257, 50304, 100_000, 100_352, 128256, 151936, 262144, 445_001)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,7 +163,12 @@ def check_parts(plan, rows, vocab, itemsize):
         return
     assert plan.per_cta == 1
     # the start of the bulk copy, near the first elements of the segment
-    inner = plan.body_start(numbers, starts[:-1])
-    assert ((firsts + inner) % line == 0).all()
-    assert (0 < inner).all() and (inner + plan.body <= plan.length).all()
-    assert (inner + plan.body >= plan.length - softmax_plan.EDGE).all() and plan.length >= softmax_plan.EDGE
+    body_start = softmax_plan.EDGE - plan.before_middle(numbers, starts[:-1])
+    assert ((firsts + body_start) % line == 0).all()
+    assert (0 < body_start).all() and (body_start + plan.body <= owned).all()
+    # It holds the middle, and a step holds what is reduced of it.
+    assert (body_start <= softmax_plan.EDGE).all() and plan.middle > 0
+    assert (body_start + plan.body >= plan.length - softmax_plan.EDGE).all()
+    assert (softmax_plan.EDGE - body_start < plan.margin).all()
+    # Also what a step copies of the next one is in the segment.
+    assert (body_start + (plan.walk.steps - 1) * plan.walk.step_size + plan.margin <= owned).all()

@@ -23,7 +23,7 @@ from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.route import xla as route_xla
 from pallas_softmax._src.route.kernel import normalizer
 from pallas_softmax._src.sample import xla
-from pallas_softmax._src.sample.noise import advance, gumbel_at
+from pallas_softmax._src.sample.noise import gumbel_at
 from pallas_softmax._src.sample.row_ptx import HIGHEST
 from pallas_softmax._src.softmax import label_rank
 from pallas_softmax._src.topk import xla as topk_xla
@@ -71,9 +71,9 @@ def _store_to_row(ref, row, *, start, held, block):
     ref[row] = ref[row].at[column].set(block.astype(ref.dtype), mode="drop")
 
 
-def _load_mask(ref, row, start, held, vec, *, skip=0, aligned=False):
-    i = jnp.arange(WARPGROUP * vec)
-    inside = (i >= skip) & (i < held)
+def _load_mask(ref, row, start, held, vec, *, size=None, aligned=False):
+    i = jnp.arange(size or WARPGROUP * vec)
+    inside = i < held
     return (ref[row][jnp.where(inside & (ref.shape[1] > 1), start + i, 0)] & inside).astype(jnp.int8)
 
 
@@ -105,27 +105,25 @@ def _indices(tile, row, column, held):
 # --- Windows
 
 
-def _fill_head_and_tail(window, part, x_smem, *, infinite=False):
-    for start, end in ((0, window.head), (window.head + window.body, window.size)):
-        if start == end:
-            continue
-        position = jnp.arange(start, end)
-        inside = (position >= part.low) & (position < part.high)
-        at = jnp.where(inside, part.place.first + position - part.low, 0)
-        x = jnp.where(inside, part.x_gmem[...][at], -jnp.inf)
-        if part.mask is not None:
-            mask_gmem, row = part.mask
-            column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.origin, 0)
-            x = jnp.where(inside & ~mask_gmem[row][column], _masked_element(x_smem.dtype, infinite), x)
-        x_smem[start:end] = x.astype(x_smem.dtype)
+def _fill_tail(window, part, x_smem, *, infinite=False):
+    if window.body == window.smem_size:
+        return
+    position = jnp.arange(window.body, window.smem_size) - part.shift
+    inside = position < part.place.owned
+    x = jnp.where(inside, part.x_gmem[...][jnp.where(inside, part.place.first + position, 0)], -jnp.inf)
+    if part.mask is not None:
+        mask_gmem, row = part.mask
+        column = jnp.where(inside & (mask_gmem.shape[1] > 1), position + part.place.start, 0)
+        x = jnp.where(inside & ~mask_gmem[row][column], _masked_element(x_smem.dtype, infinite), x)
+    x_smem[window.body :] = x.astype(x_smem.dtype)
 
 
-def _mask_step(window, x_smem, step, keep, *, infinite=False):
+def _mask_step(window, part, x_smem, step, keep, *, infinite=False):
     start, size = step * window.step_blocks * window.block_size, len(keep) * window.block_size
     position = start + jnp.arange(size)
-    body = (position >= window.head) & (position < window.head + window.body)
-    x, masked = x_smem[pl.ds(start, size)], body & (jnp.concatenate(keep) == 0)
-    x_smem[pl.ds(start, size)] = jnp.where(masked, _masked_element(x.dtype, infinite), x)
+    at = pl.ds(start + part.shift, size)
+    x, masked = x_smem[at], (position < window.body) & (jnp.concatenate(keep) == 0)
+    x_smem[at] = jnp.where(masked, _masked_element(x.dtype, infinite), x)
 
 
 def _masked_element(dtype, infinite):
@@ -144,13 +142,14 @@ def _add_counts(segment, before, terms, i, size):
 # --- Top-k
 
 
-def _add_step(window, memory, step, count, lane, scale, masked):
+def _add_step(window, memory, step, count, lane, scale, part):
     """Returns the normalizer, and writes no group_keys."""
     if lane is None:
         return None
-    x = memory.x[pl.ds(step * window.step_blocks * window.block_size, count * window.block_size)]
+    start = step * window.step_blocks * window.block_size + part.shift
+    x = memory.x[pl.ds(start, count * window.block_size)]
     x = x.reshape(count, WARPGROUP, window.vec)
-    if masked:
+    if part.mask is not None:
         x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
     x = x.astype(jnp.float32)
     m = jnp.maximum(lane.m, jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), (0, 2)))
@@ -160,9 +159,8 @@ def _add_step(window, memory, step, count, lane, scale, masked):
 
 
 def _find_winners(window, memory, part, k):
-    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[: window.size])
-    inside = (position >= part.low) & (position < part.high)
-    _sort_winners(memory.group_keys, keys, position + part.origin, inside, k)
+    position, keys = jnp.arange(window.size), sort_keys.key32(memory.x[pl.ds(part.shift, window.size)])
+    _sort_winners(memory.group_keys, keys, position + part.place.start, position < part.place.owned, k)
     return memory.group_keys
 
 
@@ -221,27 +219,23 @@ def _draw(plan, stride, refs, numbers, words):
 
 
 def _run_program(plan, stride, part, refs, parameters, words, barrier):
-    """Synchronizes the warpgroups. One of them computes the results.
-
-    The row is one part, but it may start before or after the part's first position, by `part.origin`.
-    """
+    """Synchronizes the warpgroups. One of them computes the results. The row is one part."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
     x_smem, _, *out = refs.values()
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def write():
-        one_row, x = [jnp.reshape(number, (1, 1)) for number in parameters.values()], x_smem[...][None]
+        one_row, x = (
+            [jnp.reshape(number, (1, 1)) for number in parameters.values()],
+            x_smem[pl.ds(part.shift, plan.window.size)][None],
+        )
         if not words:
-            results, index_at = xla.cutoff(x, None, *one_row), 1
+            results = xla.cutoff(x, None, *one_row)
         else:
-            at_0 = advance(jnp.stack([*words.values()])[None], part.origin, stride)
-            # `advance` takes the origin as unsigned: if it is negative, the counter is 2^32 * stride too large.
-            at_0 = at_0 - jnp.stack([0, 0, jnp.where(part.origin < 0, stride, 0), 0]).astype(jnp.uint32)
-            results, index_at = xla.sample(x, None, at_0, *one_row, stride=stride), 0
-        for i, (gmem, result) in enumerate(zip(out, results, strict=True)):
-            index = jnp.where((result < 0) | (result == HIGHEST), result, result + part.origin)
-            gmem[part.place.row] = (index if i == index_at else result)[0, 0]
+            results = xla.sample(x, None, jnp.stack([*words.values()])[None], *one_row, stride=stride)
+        for gmem, result in zip(out, results, strict=True):
+            gmem[part.place.row] = result[0, 0]
 
 
 # --- Routers and projections
@@ -309,7 +303,7 @@ def _merged(reduction, records, segments, ctas):
 
 TWINS = {
     "interpreter.laid_out": lambda value, layout: value,
-    "blocks.split": lambda block, vec: [*block.reshape(WARPGROUP, vec).T],
+    "blocks.split": lambda block, vec: [*block.reshape(-1, WARPGROUP, vec).swapaxes(1, 2).reshape(-1, WARPGROUP)],
     "blocks.load_as": lambda ref, layout: ref[...],
     "blocks.store": _store_whole,
     "blocks.store_in_place": _store_whole,
@@ -321,7 +315,7 @@ TWINS = {
     "tiles.store": _store_tile,
     "tiles.spread": lambda per_row, tile, out: jnp.broadcast_to(per_row[:, :1], out.shape),
     "tiles.load_smem": lambda ref, tile: ref[...],
-    "window_arrival.fill_head_and_tail": _fill_head_and_tail,
+    "window_arrival.fill_tail": _fill_tail,
     "window_arrival.mask_step": _mask_step,
     "states_ptx.add_logits": _add_logits,
     "states_ptx.write_record": _write_record,

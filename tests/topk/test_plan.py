@@ -148,16 +148,15 @@ def check_window(plan, rows, k, itemsize):
     assert owned.min() >= k and owned.max() == plan.cut.longest
     together = layout.aligned_view(rows, plan.vocab, plan.vec)[-1] // plan.vocab
     firsts = np.add.outer(np.arange(min(together, plan.vec)) * plan.vocab, starts[:-1])
-    before = -firsts % plan.vec  # elements of a part before its body, copied one by one
-    assert (before <= plan.head).all()
-    assert (before + plan.body <= owned).all()
-    assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all()
-    assert (plan.head - before + owned <= plan.size).all()
+    shifts = firsts % plan.vec  # elements before a part in its first 16 bytes
+    assert plan.shifted or not shifts.any()
+    assert (plan.body - shifts <= owned).all()  # what is copied in bulk ends in the part
+    assert (owned - plan.body <= 2 * plan.vec + plan.cut.unit).all() and (owned <= plan.size).all()
     copies = plan.copies()
     assert plan.vec * itemsize == 16 and 1 <= len(copies) <= 32  # unrolled
     assert all(at % plan.vec == size % plan.vec == 0 < size for at, size in copies)
     ends = [at + size for at, size in copies]
-    assert [plan.head, *ends] == [*(at for at, _ in copies), plan.head + plan.body]
+    assert [0, *ends] == [*(at for at, _ in copies), plan.body]
     # all steps before the last fill their copies; a step has whole groups
     assert plan.full in (len(copies), len(copies) - 1)
     assert all(end == (i + 1) * plan.step_blocks * plan.block_size for i, end in enumerate(ends[: plan.full]))

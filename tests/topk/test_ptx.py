@@ -11,6 +11,7 @@ import pytest
 from pallas_softmax._src.gpu.layout import Tile, Window, merged_tile
 from pallas_softmax._src.gpu.ptx import merging, ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
+from pallas_softmax._src.gpu.ptx.elements import Elements
 from pallas_softmax._src.topk import candidates_ptx, merge_kernel, window_kernel
 from pallas_softmax._src.topk.candidates_ptx import WindowProgram
 from pallas_softmax._src.topk.plan import candidate_capacity, plan_topk
@@ -171,11 +172,31 @@ def test_bound(groups, k, kind):
     assert not words(memory, candidates, 512).any()
 
 
-def search_memory(window, x, k, low):
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_shifted_vectors(dtype):
+    """A vector of elements at any place is two aligned loads."""
+    element, count = Elements(dtype), 2
+    vec = 16 // element.itemsize
+    memory = np.random.default_rng(0).integers(0, 256, 16 * (128 * count + 1)).astype("u1")
+    x = memory.view(f"u{element.itemsize}").copy()
+    for shift in range(vec):
+        p = CtaProgram()
+        addresses = [p.at(p.operand("x", "u32"), p.thread + 128 * i, 16) for i in range(count)]
+        found = element.vectors(p, addresses, p.operand("shift", "u32"))
+        results = {f"{i}_{j}": word for i, vector in enumerate(found) for j, word in enumerate(vector)}
+        for name, word in results.items():
+            p.set(p.operand(f"out{name}", "s32"), word)
+        machine = ptx.run(p, memory.copy(), x=0, shift=shift, **{f"out{name}": 0 for name in results})
+        words_ = [machine.registers[f"%out{name}"].astype("uint32") for name in results]
+        got = np.stack(words_, -1).reshape(128, count, 4).swapaxes(0, 1).reshape(-1).view(x.dtype)
+        np.testing.assert_array_equal(got, x[shift:][: 128 * count * vec])
+
+
+def search_memory(window, x, k):
     """Returns shared memory with a part that has arrived, and the operands of its search."""
-    capacity = candidate_capacity(k)
+    capacity, shift = candidate_capacity(k), window.vec - 1 if window.shifted else 0
     full = np.full(window.size, -np.inf).astype(x.dtype)
-    full[low : low + window.vocab] = x
+    full[: window.vocab] = x
     keys, at = oracle.order_key(full), np.arange(window.size)
     keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
     group_keys = np.full(window.groups, -(2**31))
@@ -183,7 +204,7 @@ def search_memory(window, x, k, low):
         group_keys, at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec, keys
     )
     sizes = {
-        "x": max(full.nbytes, 16 * capacity + 8 * k + 2048),
+        "x": max(window.smem_size * x.dtype.itemsize, 16 * capacity + 8 * k + 2048),
         "group_keys": max(4 * window.groups, 8 * (k + 128)),
         "hits": 4 * capacity,
         "candidates": 8 * capacity,
@@ -191,9 +212,9 @@ def search_memory(window, x, k, low):
     }
     starts = dict(zip(sizes, np.cumsum([0, *(-(-size // 16) * 16 for size in sizes.values())]).tolist()))
     memory = np.zeros(SMEM, "u1")
-    memory[: full.nbytes] = full.view("u1")
+    words(memory, 0, shift + window.size, x.dtype)[shift:] = full
     words(memory, starts["group_keys"], window.groups, "int32")[:] = group_keys
-    return memory, {**starts, "low": low, "high": low + window.vocab, "origin": -low}
+    return memory, {**starts, "owned": window.vocab, "start": 0, "shift": shift}
 
 
 COLLECTED = [
@@ -210,9 +231,9 @@ COLLECTED = [
 @pytest.mark.parametrize(("window", "dtype", "best"), first(2, COLLECTED), ids=str)
 def test_collect(window, dtype, best, everywhere):
     """The elements that reach a bound are listed, from the groups that reach it. A compact window lists positions."""
-    k, low = 128, window.head // 2
+    k = 128
     x = np.random.default_rng(best).standard_normal(window.vocab).astype(dtype)
-    memory, operands = search_memory(window, x, k, low)
+    memory, operands = search_memory(window, x, k)
     keys = oracle.order_key(x)
     bound = np.sort(keys)[-best]
     code = WindowProgram(window, dtype, k)
@@ -224,7 +245,7 @@ def test_collect(window, dtype, best, everywhere):
         assert n > code.capacity
         return
     listed = words(memory, operands["candidates"], code.capacity, "uint16" if window.compact else "uint64")
-    expected = reach + low if window.compact else candidates_of(keys[reach], reach)
+    expected = reach if window.compact else candidates_of(keys[reach], reach)
     np.testing.assert_array_equal(np.sort(listed[:n]), np.sort(expected))
     assert not listed[n:].any()  # a sort of the whole list relies on empty entries
 
@@ -262,7 +283,7 @@ def test_search(kind, search):
     """The k best of a part, in order, ties by index: by the usual bound, or by an exact one."""
     window, dtype, k = search
     rng, dtype = np.random.default_rng(k), np.dtype(dtype)
-    low, normal = window.head // 2, rng.standard_normal(window.vocab)
+    normal = rng.standard_normal(window.vocab)
     if kind == "bits":
         rows = [bits.astype(f"u{dtype.itemsize}").view(dtype) for bits in rows_of_bits(rng, window.vocab, dtype)]
     elif kind == "crowded":
@@ -272,7 +293,7 @@ def test_search(kind, search):
     code = window_kernel.search_program(window, dtype, k)
     for row in rows:
         x = row.astype(dtype)
-        memory, operands = search_memory(window, x, k, low)
+        memory, operands = search_memory(window, x, k)
         ptx.run(code, memory, **operands)
         at = 12 * candidate_capacity(k) if window.compact else operands["group_keys"]
         best = kernels.best_of(raw_keys(x), k)

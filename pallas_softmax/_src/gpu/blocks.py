@@ -1,7 +1,8 @@
-"""Blocks: arrays in registers with `vec` elements for each of the 128 threads of a CTA; their loads and stores.
+"""Blocks: arrays in registers, with equal numbers of elements for each of the 128 threads of a CTA.
 
-Thread t holds elements t * vec to (t + 1) * vec of a block. Pallas moves only whole blocks. If a row ends within a
-block, inline PTX moves the row's elements under a predicate.
+A block has one or more sections of 128 * vec elements. Thread t holds elements t * vec to (t + 1) * vec of each
+section. Pallas moves only whole blocks. If a row ends within a block, inline PTX moves the row's elements under a
+predicate.
 """
 
 from typing import Any
@@ -21,12 +22,13 @@ from pallas_softmax._src.gpu.ptx import predicated as predicated_ptx
 from pallas_softmax._src.gpu.ptx.inline import REF, SCALAR, array, elements, i32, inline, pack, scalar, thread
 
 
-def layout(vec: int) -> Any:
-    return plgpu.Layout.WG_STRIDED((WARPGROUP * vec,), vec_size=vec)
+def layout(vec: int, size: int | None = None) -> Any:
+    """Returns the layout of a block of `size` elements, by default of one section."""
+    return plgpu.Layout.WG_STRIDED((size or WARPGROUP * vec,), vec_size=vec)
 
 
-def _type(dtype, vec: int = 1) -> plgpu.ShapeDtypeStruct:
-    return plgpu.ShapeDtypeStruct((WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec))
+def _type(dtype, vec: int = 1, size: int | None = None) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct((size or WARPGROUP * vec,), np.dtype(dtype), layout=layout(vec, size))
 
 
 def filled(value, dtype=jnp.float32):
@@ -34,25 +36,27 @@ def filled(value, dtype=jnp.float32):
     return laid_out(jnp.full((WARPGROUP,), value, dtype), layout(1))
 
 
-def positions(vec: int = 1):
+def positions(vec: int = 1, size: int | None = None):
     """Returns an int32 block: element i is i."""
-    return laid_out(lax.broadcasted_iota(jnp.int32, (WARPGROUP * vec,), 0), layout(vec))
+    return laid_out(lax.broadcasted_iota(jnp.int32, (size or WARPGROUP * vec,), 0), layout(vec, size))
 
 
 @twin
 def split(block, vec: int) -> list:
-    """Returns the elements of a float32 block as `vec` blocks with one element for each thread."""
+    """Returns the elements of a block of 32 bits as blocks with one element for each thread, section by section."""
+    (size,) = block.shape
 
-    @inline(arg_types=(layout(vec),), return_type=[_type("float32")] * vec)
+    @inline(arg_types=(layout(vec, size),), return_type=[_type(block.dtype)] * (size // WARPGROUP))
     def split(_, block):
-        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in elements(block.registers.item())]
+        found = [x for register in block.registers.flat for x in elements(register)]
+        return [array(layout(1).to_mgpu(), (WARPGROUP,), [pack([x])]) for x in found]
 
     return split(block)
 
 
 def load(ref, vec: int = 1):
     """Returns the block in `ref`, a one-dimensional reference to shared or device memory of the block's size."""
-    return load_as(ref, layout(vec))
+    return load_as(ref, layout(vec, *ref.shape))
 
 
 @twin
@@ -123,29 +127,29 @@ def store_to_row(ref, row, *, start, held, block):
 
 
 @twin
-def load_mask(ref, row, start, held, vec: int, *, skip: Any = 0, aligned: bool = False):
+def load_mask(ref, row, start, held, vec: int, *, size: int | None = None, aligned: bool = False):
     """Returns an int8 block of 0 and 1 from a row of a mask (mask rows, vocab or 1): element i is at start + i.
 
-    Elements before `skip`, a multiple of vec, and from `held` on are 0; they are not read.
+    Elements from `held` on are 0; they are not read.
     `aligned` promises that element `start` is a multiple of vec bytes from the start of the mask, for any `vocab`.
     """
-    columns, size = ref.shape[1], WARPGROUP * vec
+    columns, size = ref.shape[1], size or WARPGROUP * vec
 
-    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR, SCALAR), return_type=_type("int8", vec))
-    def load_mask(_, ref, row, start, held, skip):
-        position = arith.muli(thread(), i32(vec))
-        inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
-        inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, position, scalar(skip)))
-        column = arith.addi(scalar(start), position)
-        pointer, i8 = utils.memref_ptr(ref), ir.IntegerType.get_signless(8)
-        offset = predicated_ptx.offset_of(scalar(row), columns, i32(0) if columns == 1 else column)
-        if columns == 1:
-            (byte,) = elements(predicated_ptx.load_vector(pointer, i8, 1, offset, inside))
-            register = pack([byte] * vec)
-        elif aligned or columns % vec == 0:  # all vectors start at a multiple of their size
-            register = predicated_ptx.load_vector(pointer, i8, vec, offset, inside)
-        else:
-            register = predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside)
-        return array(layout(vec).to_mgpu(), (size,), [register])
+    @inline(arg_types=(REF, SCALAR, SCALAR, SCALAR), return_type=_type("int8", vec, size))
+    def load_mask(_, ref, row, start, held):
+        pointer, i8, registers = utils.memref_ptr(ref), ir.IntegerType.get_signless(8), []
+        for section in range(0, size, WARPGROUP * vec):
+            position = arith.addi(arith.muli(thread(), i32(vec)), i32(section))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, position, scalar(held))
+            column = arith.addi(scalar(start), position)
+            offset = predicated_ptx.offset_of(scalar(row), columns, i32(0) if columns == 1 else column)
+            if columns == 1:
+                (byte,) = elements(predicated_ptx.load_vector(pointer, i8, 1, offset, inside))
+                registers.append(pack([byte] * vec))
+            elif aligned or columns % vec == 0:  # all vectors start at a multiple of their size
+                registers.append(predicated_ptx.load_vector(pointer, i8, vec, offset, inside))
+            else:
+                registers.append(predicated_ptx.load_unaligned_bytes(pointer, vec, offset, inside))
+        return array(layout(vec, size).to_mgpu(), (size,), registers)
 
-    return load_mask(ref, row, start, jnp.int32(held), jnp.int32(skip))
+    return load_mask(ref, row, start, jnp.int32(held))

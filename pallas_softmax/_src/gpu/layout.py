@@ -202,25 +202,23 @@ class Cut:
 class Window:
     """A row, or a part of a row, in the shared memory of a CTA: `count` parts of a row, each in a CTA of its own.
 
-        position  0          low      head                      head + body      high          size
-                  |           |         |                             |            |              |
-        contents  | -inf -inf | x x x x | x x x x x x x ... x x x x x | x x x x x  | -inf .. -inf |
-                  '-------- head -------'------------ body -----------'----------- tail ----------'
-                  written one element     copied in bulk: it starts     written one element
-                  at a time               at a multiple of 16 bytes     at a time
+        elements     x x x x x x x x x x x x x x ... x x x x x x x x x x | x x x x x  | -inf .. -inf
+                     '-------------------- body --------------------------'----------- tail ----------'
+                     copied in bulk                                        written one element at a time
 
         blocks    |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |   vec elements a thread
         steps     |            step 0             |            step 1             | last  |   step_blocks = 4 blocks
         groups    |    group 0    |    group 1    |    group 2    |    group 3    | last  |   group_blocks = 2 blocks
 
-    A position counts in the window; an index counts in the row. Position p holds the element of index p + origin if
-    low <= p < high. So origin is the index of position 0, which may be negative. Every other position holds -inf. The
-    head exists only if some part does not start at a multiple of 16 bytes. Then the body starts at the first multiple
-    of 16 bytes in the part, so fewer than `vec` elements of the part lie before it.
+    A position counts from the start of the part. Positions after the part hold -inf.
 
     Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A
     group is the elements of one thread in `group_blocks` blocks. Once a step has arrived, top-k keeps the largest key
     of each group. Group number g * 128 + t belongs to thread t and to `group_blocks` blocks from g * group_blocks on.
+
+    A bulk copy starts at a multiple of 16 bytes. If some part does not, the window is `shifted`: up to vec - 1 elements
+    before the part arrive too. Position p is then element p + shift in shared memory. So a thread has the same elements
+    at any address, but its vectors lie across two (`Elements.vectors`), and steps end in the next copy.
 
     In a compact window, candidates are listed by 16-bit positions until the row is no longer needed. Then their list
     takes the place of the row. Only whole float32 rows have compact windows.
@@ -243,25 +241,23 @@ class Window:
         return Cut(self.vocab, 1 if self.vocab % self.vec else self.vec, self.count)
 
     @property
-    def head(self) -> int:
-        """Number of positions before the body; 0 if all parts start at a multiple of 16 bytes."""
-        return self.vec if self.cut.unit == 1 else 0
+    def shifted(self) -> bool:
+        return self.cut.unit == 1
 
     @property
     def body(self) -> int:
         """Number of elements that are copied in bulk, the same in every part."""
-        shortest = self.cut.shortest
-        return max(0, shortest - (self.vec - 1)) // self.vec * self.vec if self.head else shortest
+        return self.cut.shortest // self.vec * self.vec
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that hold the head and the longest part."""
-        return -(-(self.head + self.cut.longest) // self.block_size)
+        """Number of blocks that hold the longest part."""
+        return -(-self.cut.longest // self.block_size)
 
     @property
     def full(self) -> int:
-        """Number of steps that lie whole in the head and the body."""
-        return (self.head + self.body) // (self.block_size * self.step_blocks)
+        """Number of steps that lie whole in the body."""
+        return self.body // (self.block_size * self.step_blocks)
 
     @property
     def rest(self) -> int:
@@ -284,10 +280,15 @@ class Window:
     def size(self) -> int:
         return self.blocks * self.block_size
 
+    @property
+    def smem_size(self) -> int:
+        """Number of elements in shared memory."""
+        return self.size + self.vec * self.shifted
+
     def copies(self) -> list[tuple[int, int]]:
-        """Returns the first position and the number of elements of each bulk copy: one per step of the body."""
-        step, end = self.block_size * self.step_blocks, self.head + self.body if self.body else 0
-        return [(max(at, self.head), min(at + step, end) - max(at, self.head)) for at in range(0, end, step)]
+        """Returns the first element and the number of elements of each bulk copy: one per step of the body."""
+        step = self.block_size * self.step_blocks
+        return [(at, min(step, self.body - at)) for at in range(0, self.body, step)]
 
 
 def aligned_view(rows: int, vocab: int, vec: int) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     with p.when((rest.bits("s32") > 0) & (rest <= own)):
         at = p.var(p.first_vector)
         with p.repeat() as again:
-            elements = p.floats(p.vector(at))
+            elements = p.floats(*p.vectors(at, 1))
             equal = p.var(0, "u32")
             for x in elements:
                 p.increase(equal, 1, when=p.key(x).equals(key))

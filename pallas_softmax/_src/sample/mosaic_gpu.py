@@ -132,7 +132,7 @@ def sample_rows(
         scratch_types={
             "arrived": plgpu.Barrier(num_barriers=max(1, len(window.copies()))),
             "scratch": plgpu.SMEM((plan.words,), jnp.int32),
-            "x_smem": plgpu.SMEM((window.size,), x.dtype),
+            "x_smem": plgpu.SMEM((window.smem_size,), x.dtype),
             **({"barrier": plgpu.Barrier(num_arrivals=plan.warpgroups)} if interpret() else {}),
         },
     )(x.reshape(aligned_view(rows, vocab, window.vec)), parameters, words, None if mask is None else mask.array)
@@ -148,7 +148,7 @@ def _per_row(numbers, batch):
 def _run_program(plan: SamplePlan, stride, part: window_arrival.WindowPart, refs, parameters, words, barrier):
     del barrier  # the interpreter synchronizes the warpgroups by it
     numbers = row_ptx.row_operands(part.place.row, part.place.index, parameters["temperature"])
-    numbers = parameters | numbers | words | {"origin": jnp.int32(part.origin)}
+    numbers = parameters | numbers | words | {"start": jnp.int32(part.place.start), "shift": part.shift}
     insert_ptx(row_program(plan, refs["x"].dtype, stride), refs, numbers)
 
 
@@ -158,18 +158,20 @@ def _copy_and_mask(window: Window, part: window_arrival.WindowPart, x_smem, arri
     @pl.when(warpgroup == 0)
     def start():
         window_arrival.start_copies(window, part, x_smem, arrived)
-        window_arrival.fill_head_and_tail(window, part, x_smem, infinite=True)
+        window_arrival.fill_tail(window, part, x_smem, infinite=True)
 
-    @pl.when(warpgroup < len(window.copies()))
-    def wait():
-        plgpu.barrier_wait(arrived.at[warpgroup])
+    def wait_for(step):
+        pl.when(step < len(window.copies()))(lambda: plgpu.barrier_wait(arrived.at[step]))
 
     def mask(blocks):
         keep = window_arrival.mask_of_step(window, part, warpgroup)[:blocks]
-        window_arrival.mask_step(window, x_smem, warpgroup, [*keep], infinite=True)
+        window_arrival.mask_step(window, part, x_smem, warpgroup, [*keep], infinite=True)
 
+    wait_for(warpgroup)
     if part.mask is not None:
-        if interpret():  # `mask_step` rewrites whole steps there, including what `fill_head_and_tail` wrote
+        if window.shifted:  # the step ends in the next copy
+            wait_for(warpgroup + 1)
+        if interpret():  # `mask_step` rewrites whole steps there, including what `fill_tail` wrote
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
         if window.full:
@@ -214,7 +216,7 @@ def row_program(plan: SamplePlan, dtype, stride: int | None) -> PartProgram:
 def _write_cutoff(p: PartProgram, kept: Kept) -> None:
     cta, last_tie, is_cut = find_last_tie(p, kept)
     with p.writes(cta) as write:
-        index, key = p.select(is_cut, last_tie + p.origin, HIGHEST), kept.last_key
+        index, key = p.select(is_cut, last_tie + p.start, HIGHEST), kept.last_key
         if p.elements.name == "f16":  # its `p.key` is not its sort key
             bits = p.convert(p.convert(p.from_key(key), "f16").bits("s16"), "s32")
             key = p.select(kept.keeps_all(), KEEP_ALL, p.elements.key(bits))

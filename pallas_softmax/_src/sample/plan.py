@@ -9,6 +9,7 @@ a part. Without filters, the warps of a cluster read the row once, as `stream_ke
 
 import dataclasses
 import itertools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ class SamplePlan:
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a CTA; the barriers come last."""
         scratch = -(-4 * self.words // hardware.SMEM_ALIGNMENT) * hardware.SMEM_ALIGNMENT
-        return scratch + self.window.size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
+        return scratch + self.window.smem_size * (ACCESS_BYTES // self.window.vec) + 8 * self.warpgroups
 
 
 def plan_of(vocab: int, dtype, count: int, warpgroups: int) -> SamplePlan:
@@ -224,8 +225,14 @@ class StreamPlan:
         return (min(CHAINS, self.shares) if self.ctas <= CHAINS else self.shares) // self.ctas
 
     @property
+    def vec(self) -> int:
+        """Number of neighbours that a lane loads at once: 16 bytes, or less, so that each row starts at a vector."""
+        return math.gcd(self.vocab, ACCESS_BYTES // self.itemsize)
+
+    @property
     def vectors(self) -> int:
-        return STEP_ELEMENTS * self.itemsize // ACCESS_BYTES
+        """Number of vectors of a lane in a step."""
+        return STEP_ELEMENTS // self.vec
 
     @property
     def normalizers(self) -> int:

@@ -182,7 +182,7 @@ class WinnerSearch:
         return index, x
 
     def _is_kept(self, x: Value, index: Value) -> Value:
-        key, position = self.p.key(x), index - self.p.origin
+        key, position = self.p.key(x), index - self.p.start
         return (key > self.kept.last_key) | (key.equals(self.kept.last_key) & (position <= self.last_tie))
 
     def _sweep(self) -> None:
@@ -214,9 +214,7 @@ class WinnerSearch:
         """Lists the warp's next elements from `low` up; after the last kept tie, those above the ties."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads = count // vec
-        vectors = [[p.fresh("s32") for _ in range(4)] for _ in range(loads)]
-        for i, words in enumerate(vectors):
-            p.load_into(words, at, offset=WARP_LOAD_BYTES * i, when=remaining > i)
+        vectors = p.vectors(at, loads, [remaining > i for i in range(loads)])
         # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
         may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
         with contextlib.nullcontext() if may_list is None else p.when(may_list):
@@ -257,7 +255,7 @@ class WinnerSearch:
         positions = [p.convert(p.load(entry, "u16"), "u32").bits("s32") for entry in entries]
         p.set(end, p.max(end, list_))
         elements = [p.element(p.at(p.x, position, p.elements.itemsize)) for position in positions]
-        self.race.enter(elements, [position + p.origin for position in positions], more)
+        self.race.enter(elements, [position + p.start for position in positions], more)
 
 
 # --- The noise of `jax.random.gumbel` in inline PTX: threefry2x32 of the counter of an element, and -log(-log(u))

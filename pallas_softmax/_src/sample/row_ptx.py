@@ -34,7 +34,7 @@ from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES, WARPS
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.cta import ARRIVE, WAIT, CtaProgram
 from pallas_softmax._src.gpu.ptx.elements import MAGNITUDE, Elements, flip_negative
-from pallas_softmax._src.gpu.ptx.values import Value
+from pallas_softmax._src.gpu.ptx.values import Condition, Value
 from pallas_softmax._src.normalizers import LOG2_E
 from pallas_softmax._src.sample.plan import ELEMENTS_AT_ONCE, RECORD_WORDS, SCRATCH, WARP_LOAD_BYTES, SamplePlan
 
@@ -169,7 +169,8 @@ class PartProgram(ClusterProgram):
         self.plan, window = plan, plan.window
         self.spare_bits = _SPARE_BITS[self.elements.name]
         self.x = self.operand("x", "u32")  # address of the part
-        self.origin = self.operand("origin", "s32")  # index in the row of the element at position 0
+        self.start = self.operand("start", "s32")  # index in the row of the element at position 0
+        self.shift = self.operand("shift", "u32") if window.shifted else None
         first_block = (self.warp >> _WARP_BITS) * window.step_blocks
         loads = self.min(self.max(window.blocks - first_block.bits("s32"), 0), window.step_blocks)
         # Loads of the lower warps: a block has one load for each warp of a warpgroup.
@@ -192,10 +193,13 @@ class PartProgram(ClusterProgram):
         return ((address - self.x) >> log2(self.elements.itemsize)).bits("s32")
 
     def element(self, address: Value) -> Value:
+        address = address if self.shift is None else self.at(address, self.shift, self.elements.itemsize)
         return self.elements.float_of_bits(self, self.elements.load_bits(self, address))
 
-    def vector(self, address: Value, load: int = 0) -> list[Value]:
-        return self.elements.vector(self, address, WARP_LOAD_BYTES * load)
+    def vectors(self, address: Value, count: int, when: Sequence[Condition] | None = None) -> list[list[Value]]:
+        """Returns the words of the lane's vector in each of some loads, given the address of the first one."""
+        addresses = [address + WARP_LOAD_BYTES * i for i in range(count)]
+        return self.elements.vectors(self, addresses, self.shift, when)
 
     def floats(self, words: list[Value]) -> list[Value]:
         return self.elements.floats(self, words, marked=False)
@@ -214,7 +218,7 @@ class PartProgram(ClusterProgram):
         for loads in dict.fromkeys((ELEMENTS_AT_ONCE // self.plan.window.vec, 1)):
             with self.loop() as leave:
                 leave(remaining < loads)
-                take([word for i in range(loads) for word in self.vector(at, i)], at)
+                take(sum(self.vectors(at, loads), []), at)
                 self.increase(at, WARP_LOAD_BYTES * loads)
                 self.increase(remaining, -loads)
 
@@ -334,7 +338,7 @@ def bound_of_best(p: PartProgram) -> Value:
     end = p.x + p.plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
-        p.set(largest, p.max(largest, p.greatest(p.vector(at))))
+        p.set(largest, p.max(largest, p.greatest(*p.vectors(at, 1))))
     share_of_warp = p.op("div", "u32", p.top_k + (p.warps - 1), p.warps)
     bound = _value_of_rank(p, largest, share_of_warp, LANES)
     (bound,) = p.over_each_cta(["min"], [bound], [INF], p.word(SCRATCH.counted))

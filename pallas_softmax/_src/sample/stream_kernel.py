@@ -15,7 +15,7 @@ sums does not depend on the number of CTAs.
 
 A warp does this with each step:
 
-    load         in vectors of 16 bytes; elements outside of the row are -inf
+    load         in vectors of 16 bytes, or fewer if the rows are not multiples of 16 bytes
     normalizer   the pair (m, d) of each lane takes its elements in
     list         each lane lists its elements that can still win, see `race_ptx`
     race         rounds: each lane enters two entries, while some lane has more than `KEPT`; after the last step, until
@@ -37,7 +37,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, LANES
+from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import cta_number, gpu_kernel, number_of_row
 from pallas_softmax._src.gpu.layout import log2
@@ -45,7 +45,7 @@ from pallas_softmax._src.gpu.ptx.elements import flip_negative
 from pallas_softmax._src.gpu.ptx.inline import insert_ptx
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import row_ptx
-from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, StreamPlan
+from pallas_softmax._src.sample.plan import CHAINS, KEPT, LIST_SIZE, NOISE_AT_ONCE, SCRATCH, STEP_ELEMENTS, StreamPlan
 from pallas_softmax._src.sample.race_ptx import NOISE_OPERANDS, Race, log, log_prob_of
 from pallas_softmax._src.sample.row_ptx import DRAWN, HIGHEST, INF, LEAST_FINITE, ClusterProgram, row_operands
 
@@ -132,34 +132,31 @@ class StreamProgram(ClusterProgram):
     def __init__(self, plan: StreamPlan, dtype):
         super().__init__(plan.threads // LANES, plan.ctas, dtype)
         self.plan = plan
-        vocab, itemsize = plan.vocab, self.elements.itemsize
-        self.vec, row = ACCESS_BYTES // itemsize, self.operand("row", "u32")
-        # A position counts from the start of the row's first vector: the element with index 0 has position `lead`.
-        self.lead = row * (vocab % self.vec) & (self.vec - 1)
-        self.end = self.lead + vocab
-        start = self.multiply_wide(row, vocab) - self.join(self.lead, self.var(0, "u32"))
-        self.x = self.operand("x", "u64") + (start << log2(itemsize))  # address of position 0
+        start = self.multiply_wide(self.operand("row", "u32"), plan.vocab)
+        self.x = self.operand("x", "u64") + (start << log2(plan.itemsize))  # address of the row
 
-    def load_step(self, position: Value) -> list[Value]:
-        """Returns the lane's elements of a step as floats; -inf outside of the row."""
-        p, vec, vectors = self, self.vec, self.plan.vectors
-        out = [p.fresh("f32") for _ in range(vec * vectors)]
-        at = p.multiply_add_wide(position, p.elements.itemsize, p.x)
-        first_of_warp = position - p.lane * vec
-        whole = (first_of_warp >= p.lead) & (first_of_warp + LANES * vec * vectors <= p.end)
+    def load_step(self, index: Value) -> list[Value]:
+        """Returns the lane's elements of a step as floats, given the index of the first one; -inf after the row."""
+        p, plan = self, self.plan
+        out = [p.fresh("f32") for _ in range(STEP_ELEMENTS)]
+        at = p.multiply_add_wide(index, plan.itemsize, p.x)
+        whole = index - p.lane * plan.vec + LANES * STEP_ELEMENTS <= plan.vocab
+        kind = "s16" if p.elements.halves and plan.vec == 1 else "s32"
         with p.when(whole):
-            words = [[p.fresh("s32") for _ in range(4)] for _ in range(vectors)]
+            words = [[p.fresh(kind) for _ in range(-(-plan.vec * plan.itemsize // 4))] for _ in range(plan.vectors)]
             for i, vector in enumerate(words):
-                p.load_into(vector, at, offset=LANES * ACCESS_BYTES * i)
-            for register, x in zip(out, p.elements.floats(p, sum(words, []), marked=False)):
+                p.load_into(vector, at, offset=LANES * plan.vec * plan.itemsize * i)
+            if kind == "s16":
+                found = [p.elements.float_of_bits(p, p.convert(bits, "s32")) for (bits,) in words]
+            else:
+                found = p.elements.floats(p, sum(words, []), marked=False)
+            for register, x in zip(out, found):
                 p.set(register, x)
         with p.when(~whole):
             kind = "s16" if p.elements.halves else "s32"
             for i, register in enumerate(out):
-                here = position + p.offset(i)
-                exists = (here >= p.lead) & (here < p.end)
-                offset = p.offset(i) * p.elements.itemsize
-                bits = p.load(at, kind, offset=offset, when=exists, default=0)
+                exists = index + p.offset(i) < plan.vocab
+                bits = p.load(at, kind, offset=p.offset(i) * plan.itemsize, when=exists, default=0)
                 bits = p.convert(bits, "s32") if p.elements.halves else bits
                 p.set(register, p.select(exists, p.elements.float_of_bits(p, bits), -INF))
         return out
@@ -169,7 +166,8 @@ class StreamProgram(ClusterProgram):
 
     def offset(self, i: int) -> int:
         """Returns how far the lane's element number i of a step is after its first one."""
-        return i // self.vec * LANES * self.vec + i % self.vec
+        vec = self.plan.vec
+        return i // vec * LANES * vec + i % vec
 
 
 class LaneList:
@@ -216,28 +214,28 @@ def _take_steps(p: StreamProgram, race: Race) -> None:
 
     The loop has a turn for each step, and one more without a step, which enters what the lists still hold.
     """
-    plan, size = p.plan, LANES * p.vec * p.plan.vectors  # of a step
+    plan, size = p.plan, LANES * STEP_ELEMENTS  # of a step
     turn = size * p.warps * plan.shares  # from a step of the warp to the next one in the share
     normalizer = row_ptx.LaneNormalizer(p)
     list_ = LaneList(p)
     for slot in range(plan.slots):
         p.store(p.normalizer_at(slot), p.var(-INF, "f32"), p.var(0, "f32"))
-    at = p.fresh("u32")  # the first position of the warp's next step
+    at = p.fresh("u32")  # the index of the first element of the warp's next step
     first_visit, more = p.var(~p.greedy), p.fresh("pred")
 
     def start_share(share: Value) -> None:
-        p.set(at, p.select(share < plan.shares, (share * p.warps + p.warp) * size, p.end))
+        p.set(at, p.select(share < plan.shares, (share * p.warps + p.warp) * size, plan.vocab))
 
     race.start(-INF)
     for register in (race.threshold, race.low):  # no finite entry takes part
         p.set(register, INF, when=p.greedy)
     start_share(p.cta)
     with p.loop() as leave:
-        p.set(more, at < p.end)
+        p.set(more, at < plan.vocab)
         with p.when(more):
-            position = at + p.lane * p.vec
-            elements = p.load_step(position)
-            top, index = p.reduce("max.NaN", elements), position - p.lead
+            index = at + p.lane * plan.vec
+            elements = p.load_step(index)
+            top = p.reduce("max.NaN", elements)
             with p.when(~first_visit):
                 with p.when(p.greedy):
                     _keep_first(p, race, elements, index)
@@ -245,7 +243,7 @@ def _take_steps(p: StreamProgram, race: Race) -> None:
                 normalizer.add(elements)
                 race.catch_up()
                 p.increase(at, turn)
-                with p.when(at >= p.end):
+                with p.when(at >= plan.vocab):
                     share = at >> log2(size * p.warps) & plan.shares - 1
                     slot = p.normalizer_at(share >> log2(plan.ctas) & plan.slots - 1)
                     before = p.load_vector(slot, "f32", 2)

@@ -20,7 +20,6 @@ elements after the label, unless the label is its first element. `overcount` fin
 
 from typing import Any
 
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,26 +38,25 @@ _SUMS = 4  # independent sums, so that no addition waits for the one before
 
 @twin
 def add_step(segment: Any, before, terms: list, i, size: int):
-    """Adds step i of the segment's body to the counts `before`. `terms` are its elements."""
-    walk = segment.walk
-    label = _label_from(segment, segment.body_start + i * walk.step_size)
+    """Adds step i of the segment's middle to the counts `before`. `terms` are its elements."""
+    label = _label_from(segment, segment.middle_start + i * segment.walk.step_size)
     numbers = {f"x{i}": x for i, x in enumerate(terms)}
     numbers |= {"count": before, "column": label.column, "key": label.wide_key}
-    return insert_ptx(count_program(len(terms), walk.vec), {}, numbers, {"new_count": "f32"})[0]
+    return insert_ptx(count_program(len(terms), segment.vec), {}, numbers, {"new_count": "f32"})[0]
 
 
 @twin
 def overcount(segment: Any):
     """Returns how many elements were counted wrongly: they follow the label, equal, in its vector."""
     walk = segment.walk
-    label = _label_from(segment, segment.body_start)
+    label = _label_from(segment, segment.middle_start)
     block = jnp.clip(label.column // walk.block_size, 0, walk.padded_length // walk.block_size - 1)
     start = block * walk.block_size
-    position, column = blocks.positions(walk.vec), label.column - start
-    first = column - (column & walk.vec - 1)  # the first element of the label's vector
+    position, column = segment.positions(), label.column - start
+    first = column - (column & segment.vec - 1)  # the first element of the label's vector
     same = _keys(segment, start) == label.key
     # If the label is the first element, its vector does not start before it, and counts no equal elements.
-    follows = (position >= column) & (position < first + walk.vec) & (first < column)
+    follows = (position >= column) & (position < first + segment.vec) & (first < column)
     return _sum_of_counted(segment, start, jnp.where(same & follows, 1.0, 0.0))
 
 
@@ -87,33 +85,31 @@ def in_edges(segment: Any):
     for edge in segment.edges:
         keys = sort_keys.key32(edge.arrays[0])
         before = comes_before(keys, blocks.positions() + edge.start, label)
-        before = jnp.where(edge.counted, before, 0.0)
-        counts.append(before if edge.keep is None else jnp.where(edge.keep, before, 0.0))
+        for condition in (edge.counted, edge.keep):
+            before = before if condition is None else jnp.where(condition, before, 0.0)
+        counts.append(before)
     return normalizers.tree_sum(counts)
 
 
 def _count_in_block(segment: Any, start):
-    """Counts in the block at element `start` of the body."""
-    label = _label_from(segment, segment.body_start + start)
-    before = comes_before(_keys(segment, start), blocks.positions(segment.walk.vec), label)
+    """Counts in the block at position `start` of the middle."""
+    label = _label_from(segment, segment.middle_start + start)
+    before = comes_before(_keys(segment, start), segment.positions(), label)
     return _sum_of_counted(segment, start, before)
 
 
 def _keys(segment: Any, start):
-    walk, (x_smem,) = segment.walk, segment.refs.x_smem
-    return sort_keys.key32(blocks.load(x_smem.at[pl.ds(segment.smem_start + start, walk.block_size)], walk.vec))
+    (x_smem,) = segment.refs.x_smem
+    return sort_keys.key32(segment.load_at(start, x_smem))
 
 
 def _sum_of_counted(segment: Any, start, numbers):
-    """Returns the sum of `numbers` over each thread's elements of a block that are in the body and not masked."""
-    walk = segment.walk
-    left = segment.held - start
-    if walk.length % walk.block_size or segment.parts.overlaps:
-        numbers = jnp.where(blocks.positions(walk.vec) < left, numbers, 0.0)
+    """Returns the sum of `numbers` over each thread's elements of a block that are in the middle and not masked."""
+    if segment.parts.middle % segment.walk.block_size or segment.parts.overlaps:
+        numbers = jnp.where(segment.positions() < segment.held - start, numbers, 0.0)
     if segment.job.mask is not None:
-        keep = segment.load_mask(segment.body_start + start, left, walk.vec)
-        numbers = jnp.where(keep != 0, numbers, 0.0)
-    return normalizers.tree_sum(blocks.split(numbers, walk.vec))
+        numbers = jnp.where(segment.load_mask_at(start) != 0, numbers, 0.0)
+    return normalizers.tree_sum(blocks.split(numbers, segment.vec))
 
 
 def _label_from(segment: Any, element) -> Label:

@@ -138,18 +138,20 @@ class Parts:
         count = 8   |CTA 0|CTA 1|CTA 2|CTA 3|CTA 4|CTA 5|CTA 6|CTA 7|      few rows
 
     A CTA copies the `body` of each segment to shared memory in bulk. A bulk copy must start and end on 16 bytes of
-    device memory, and is faster from LINE_BYTES on. If rows are not aligned to 16 bytes, the first and the last EDGE
-    elements of the CTA's only segment are also held in registers. They cover the elements before and after the body:
+    device memory, and is faster from LINE_BYTES on. If rows are not aligned to 16 bytes, a body starts at any element
+    of a line. Then the first and the last EDGE elements of the CTA's only segment are also held in registers:
 
         segment  |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
-        body             |<------------------- body ------------------>|
+        middle              |<--------------- middle --------------->|
+        body             |<-------------------- body -------------------->|
         owned    |<------------------------- owned ------------------------->|
                                                                              ^ the next segment starts here
 
     All segments have the `length` of the longest one, so that the kernel's shapes are static. A segment owns the
-    elements up to the start of the next one. Each element is reduced once: in the body that holds and owns it, else in
-    an edge of the segment that owns it. An element that is held twice is written twice, with the same bits.
+    elements up to the start of the next one. The edges and the middle are reduced: each thread has the same elements
+    wherever the body starts, so that a row has the same bits at any address. The edges and the body are written. An
+    element in both is written twice, with the same bits.
     """
 
     vocab: int  # number of elements of a row
@@ -169,8 +171,7 @@ class Parts:
     @property
     def cut(self) -> Cut:
         """How a row is cut: at lines of device memory, or multiples of 16 bytes, if all rows start there."""
-        line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
-        unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
+        unit = next(unit for unit in (self._line, self.vec, 1) if self.vocab % unit == 0)
         return Cut(self.vocab, unit, self.count * self.per_cta)
 
     def view(self, rows: int) -> tuple[int, ...]:
@@ -196,16 +197,28 @@ class Parts:
         return self.cut.longest
 
     @property
-    def body(self) -> int:
-        if not self.has_edges:
-            return self.length
-        # It ends in the segment, wherever it starts.
-        return (self.length - EDGE - self.vec) // self.vec * self.vec
+    def middle(self) -> int:
+        return self.length - 2 * EDGE if self.has_edges else self.length
 
-    def body_start(self, row, start):
-        """Returns where in a segment its body starts: at a line. The segment starts at element `start` of row `row`."""
-        line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
-        return EDGE - (row * (self.vocab % line) + start) % line if self.has_edges else 0
+    @property
+    def margin(self) -> int:
+        """Number of elements between the start of a step in shared memory and where it may be read: up to a line."""
+        return self._line if self.has_edges else 0
+
+    @property
+    def body(self) -> int:
+        return -(-self.middle // self.vec) * self.vec + self.margin
+
+    @property
+    def _line(self) -> int:
+        return LINE_BYTES // hardware.ACCESS_BYTES * self.vec
+
+    def before_middle(self, row, start):
+        """Returns how far before the middle the body of a segment starts: at a line.
+
+        The segment starts at element `start` of row `row`.
+        """
+        return (row * (self.vocab % self._line) + start) % self._line if self.has_edges else 0
 
     @property
     def walk(self) -> Walk:
@@ -225,8 +238,13 @@ class Parts:
     def smem_elements(self) -> int:
         """Number of elements of each array that shared memory holds."""
         if self.slots is not None:
-            return self.slots * self.walk.step_size
-        return (self.per_cta - 1) * self.length + self.walk.padded_length
+            return self.slots * self.slot_size
+        return (self.per_cta - 1) * self.length + self.walk.padded_length + self.walk.steps * self.margin
+
+    @property
+    def slot_size(self) -> int:
+        """Number of elements of a step in shared memory: a full step, and the start of the next one."""
+        return self.walk.step_size + self.margin
 
     @property
     def barriers(self) -> int:
@@ -234,9 +252,15 @@ class Parts:
         return self.per_cta * self.walk.steps if self.slots is None else self.slots
 
     @property
+    def read_vec(self) -> int:
+        """Number of neighbours that a thread reduces together."""
+        return 1 if self.has_edges else self.vec
+
+    @property
     def mask_steps_ahead(self) -> int:
         """Number of steps that loads of the mask run ahead of the reduction."""
-        return min(self.walk.steps, max(1, MASK_REGISTERS * 4 // (self.step_blocks * self.vec)))
+        held = MASK_REGISTERS * min(4, self.read_vec)
+        return min(self.walk.steps, max(1, held // (self.step_blocks * self.vec)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +430,7 @@ def _reading_again(problem: _Problem, clustered: Parts) -> Parts | None:
 
 def _in_turns(problem: _Problem, parts: Parts) -> Parts:
     # FULL_CLUSTERS clusters run at once, so the number of clusters is a multiple.
-    step_bytes = parts.walk.step_size * problem.itemsize * problem.arrays
+    step_bytes = parts.slot_size * problem.itemsize * problem.arrays
     slots = min(problem.smem // step_bytes, MAX_BARRIERS)
     waves = -(-problem.rows // (hardware.FULL_CLUSTERS * TURNS))
     return dataclasses.replace(parts, teams=hardware.FULL_CLUSTERS * waves, slots=slots)

@@ -51,6 +51,8 @@ class Refs(NamedTuple):
 class Segment:
     """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
+    `position` counts from the start of the middle, where step 0 is reduced.
+
     The body passes through shared memory in the steps of `Parts.walk`. Each step uses a slot of shared memory, and the
     barrier with the slot's number. By default, step i uses slot steps_before + i. If a CTA takes several rows in turns,
     the slots form a ring: the steps of all rows use them in turn. If a row has more steps than there are slots, its
@@ -70,11 +72,14 @@ class Segment:
         self.smem_start: Any = smem_start  # where the body is in shared memory, if each step has its own slot
         # Called as soon as the slot of step i may be filled again.
         self.freed: Callable[[Any], None] = freed or (lambda i: None)
-        self.body_start = self.parts.body_start(place.row, place.start)
+        self.middle_start = EDGE if self.parts.has_edges else 0  # in the segment
+        self.before_middle = self.parts.before_middle(place.row, place.start)
+        self.body_start = self.middle_start - self.before_middle
+        self.vec = self.parts.read_vec
         self.edges: list[_Edge] = []  # empty before `load_edges`, or if the segment has no edges
         self.formula = job.formula.scaled(number_of_row(refs.scale_gmem, place.row))
-        # Number of elements of the body that count here. The last ones of a shorter segment belong to the next one.
-        self.held = place.owned if self.parts.overlaps else self.parts.body
+        # Number of elements of the middle that count here. The last ones of a shorter segment belong to the next one.
+        self.held = place.owned if self.parts.overlaps else self.parts.middle
         # The number of the segment's first step in the row. The edges count as one more step.
         self.first_step = place.index * self.parts.all_steps
 
@@ -85,7 +90,7 @@ class Segment:
         return number if self.slots is None else lax.rem(jnp.int32(number), jnp.int32(self.slots))
 
     def _in_smem(self, i):
-        return self.walk.step_size * (i if self.slots is None else self._slot(i)) + self.smem_start
+        return self.parts.slot_size * (i if self.slots is None else self._slot(i)) + self.smem_start
 
     def _in_body(self, i):
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
@@ -103,12 +108,10 @@ class Segment:
             )
 
         for refs in zip(self.refs.x_gmem, self.refs.x_smem, self.refs.arrived, strict=True):
-            if walk.full_steps:
-                full = i < walk.full_steps
-                when = full | (i >= walk.steps) if self.again else full
-                pl.when(when)(functools.partial(copy, walk.step_size, *refs))
-            if walk.rest:
-                pl.when(i == walk.full_steps)(functools.partial(copy, walk.rest, *refs))
+            last = walk.steps - 1
+            if last:
+                pl.when(i != last)(functools.partial(copy, self.parts.slot_size, *refs))
+            pl.when(i == last)(functools.partial(copy, walk.rest or walk.step_size, *refs))
 
     def load(self) -> None:
         """Starts to load the whole segment."""
@@ -137,14 +140,27 @@ class Segment:
             state = take_step(walk.full_steps, walk.rest, state)
         return lax.fori_loop(walk.steps, walk.steps + first, take_full, state) if first else state
 
-    def _blocks(self, i, size: int) -> Iterator[Any]:
-        for start in range(0, size, self.walk.block_size):
-            yield pl.ds(self._in_smem(i) + start, self.walk.block_size)
+    def _blocks(self, i, size: int, start=0) -> Iterator[Any]:
+        for at in range(0, size, self.walk.block_size):
+            yield pl.ds(self._in_smem(i) + start + at, self.walk.block_size)
 
-    def _load(self, i, size: int) -> Iterator[tuple]:
-        """Yields the blocks of step i in float32, one from each array. After `size` elements they hold anything."""
-        for at in self._blocks(i, size):
-            yield tuple(blocks.load(x_smem.at[at], self.walk.vec).astype(jnp.float32) for x_smem in self.refs.x_smem)
+    def _load(self, i, size: int, vec: int, start=0) -> Iterator[tuple]:
+        """Yields the blocks of step i in float32, one from each array, from element `start` of the step on.
+
+        After `size` elements they hold anything. A thread has `vec` neighbours at a time.
+        """
+        for at in self._blocks(i, size, start):
+            yield tuple(blocks.load(x_smem.at[at], vec).astype(jnp.float32) for x_smem in self.refs.x_smem)
+
+    def load_at(self, position, x_smem):
+        """Returns the block of the middle at `position`, a multiple of its size, for the reduction."""
+        margins = position // self.walk.step_size * self.parts.margin
+        start = self.smem_start + self.before_middle + position + margins
+        return blocks.load(x_smem.at[pl.ds(start, self.walk.block_size)], self.vec)
+
+    def positions(self):
+        """Returns the positions of a block of the middle, counted from its start."""
+        return blocks.positions(self.vec, self.walk.block_size)
 
     def _store(self, i, size: int, values: Iterable[jax.Array]) -> None:
         """Stores blocks in the place of step i of the last array."""
@@ -159,24 +175,30 @@ class Segment:
         if not self.parts.has_edges:
             return
         place, last = self.place, self.parts.length - EDGE
-        position = blocks.positions()
-        after_body = position + last >= self.body_start + self.parts.body
-        for at, counted in ((0, position < self.body_start), (last, after_body & (position + last < place.owned))):
+        for at, counted in ((0, None), (last, blocks.positions() + last < place.owned)):
             where = pl.ds(place.first + at, EDGE)
             arrays = [blocks.load(place.in_view(x).at[where]) for x in self.refs.x_gmem]
-            mask = None if self.job.mask is None else self.load_mask(at, EDGE, 1)
+            mask = None if self.job.mask is None else self._load_mask(at, EDGE, 1, EDGE)
             self.edges.append(_Edge(at, arrays, mask, counted))
 
-    def _load_body_mask(self, i) -> list:
-        """Returns the mask of each block of step i of the body, as int8, 0 after its end. Without a mask: Nones."""
+    def _load_masks(self, i, start, length: int, vec: int) -> list:
+        """Returns the mask of each block of step i, as int8, 0 after its end. Without a mask: Nones.
+
+        The steps take `length` elements, from element `start` of the segment on.
+        """
         walk = self.walk
         if self.job.mask is None:
             return [None] * walk.step_blocks
-        starts = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
-        return [self.load_mask(self.body_start + at, walk.length - at, walk.vec) for at in starts]
+        places = [i * walk.step_size + block * walk.block_size for block in range(walk.step_blocks)]
+        return [self._load_mask(start + at, length - at, vec, walk.block_size) for at in places]
 
-    def load_mask(self, at, held, vec: int):
-        """Returns a block of the mask, from element `at` of the segment on; 0 after the first `held` elements.
+    def load_mask_at(self, position):
+        """Returns the mask of the block of the middle at `position`, for the reduction."""
+        at, held = self.middle_start + position, self.held - position
+        return self._load_mask(at, held, self.vec, self.walk.block_size)
+
+    def _load_mask(self, at, held, vec: int, size: int):
+        """Returns `size` elements of the mask, from element `at` of the segment on; 0 after the first `held` elements.
 
         If the mask has the shape of the arrays, its bodies are aligned to vec bytes. Then a vector is a single load,
         and nothing waits for it until its step is reduced. Other masks need two words, and shifting these together
@@ -185,7 +207,7 @@ class Segment:
         mask: Any = self.job.mask
         row, start = mask.row(self.place.row), self.place.start + at
         is_whole = mask.array.shape == self.job.arrays[0].shape
-        return blocks.load_mask(self.refs.mask_gmem, row, start, held, vec, aligned=vec == 1 or is_whole)
+        return blocks.load_mask(self.refs.mask_gmem, row, start, held, vec, size=size, aligned=vec == 1 or is_whole)
 
     # --- Reduction
 
@@ -198,33 +220,36 @@ class Segment:
         lanes = jax.tree.map(blocks.filled, reduction.empty)
         if self.formula.locates:
             lanes = lanes._replace(at=blocks.filled(jnp.float32(self.first_step)))
-        masks = [self._load_body_mask(i) for i in range(self.parts.mask_steps_ahead)]
+        masks = [self._load_middle_masks(i) for i in range(self.parts.mask_steps_ahead)]
         lanes, _ = self._sweep(self._absorb_step, (lanes, masks))
         if self.edges:
             lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.walk.steps)
             if self.formula.counts:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
-        if self.formula.counts:
+        if self.formula.counts and self.vec > 1:
             lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
         states_ptx.write_record(reduction, lanes, self.refs.records_smem, number)
+
+    def _load_middle_masks(self, i) -> list:
+        return self._load_masks(i, self.middle_start, self.parts.middle, self.vec)
 
     def _edge_terms(self) -> list:
         return [self._term(edge.x, edge.keep, edge.counted) for edge in self.edges]
 
     def _absorb_step(self, i, size: int, state):
-        """Adds step i of the body. `state` has the reduction of each lane, and the masks loaded for the next steps."""
+        """Adds step i of the middle. `state` has the reduction of each lane, and the masks of the next steps."""
         lanes, (mask_blocks, *next_masks) = state
         formula, ahead = self.formula, self.parts.mask_steps_ahead
         all_loaded = ahead == self.walk.steps
         # If all masks are loaded, the same one again keeps the length of the carry.
-        next_masks.append(mask_blocks if all_loaded else self._load_body_mask(i + ahead))
+        next_masks.append(mask_blocks if all_loaded else self._load_middle_masks(i + ahead))
         self.wait(i)
-        xs = list(zip(self._load(i, size), _as_conditions(mask_blocks)))
+        xs = list(zip(self._load(i, size, self.vec, self.before_middle), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
-        if self.job.mask is not None and formula.value is not None:  # `write` then need not read the mask
+        if self._writes_masked:
             self._store(i, size, [self._masked(x, keep)[-1] for x, keep in xs])
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
-        terms = [x for term in terms for x in blocks.split(term, self.walk.vec)]
+        terms = [x for term in terms for x in blocks.split(term, self.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)
         if formula.counts:
             lanes = lanes._replace(before=label_rank.add_step(self, lanes.before, terms, i, size))
@@ -238,12 +263,15 @@ class Segment:
         return lanes, next_masks
 
     def _inside(self, i, size: int) -> list:
-        """Returns for each block of step i of the body which elements count here; None where all do."""
+        """Returns for each block of step i which elements of the middle count here; None where all do."""
         walk, conditions = self.walk, []
+        # The last elements of the body may not count: they are after the middle, or belong to the next segment.
+        surplus = walk.length - self.parts.middle + self.parts.overlaps
+        complete = size == walk.step_size and walk.full_steps * size <= walk.length - surplus
         for start in range(0, size, walk.block_size):
             end, left = start + walk.block_size, self.held - i * walk.step_size - start
-            is_cut = end > size or (end == size and self.parts.overlaps)
-            conditions.append(blocks.positions(walk.vec) < left if is_cut else None)
+            is_cut = end > size - surplus and not complete
+            conditions.append(self.positions() < left if is_cut else None)
         return conditions
 
     def located(self, total: Located) -> Located:
@@ -252,21 +280,19 @@ class Segment:
         The blocks of step `total.at` are read again. If the last step has fewer blocks, blocks before it are read too.
         """
         walk, (x_smem,) = self.walk, self.refs.x_smem
-        thread, position = (blocks.positions(vec) for vec in (1, walk.vec))
-        terms, positions = self._edge_terms(), [thread + edge.start for edge in self.edges]
+        terms, places = self._edge_terms(), [blocks.positions() + edge.start for edge in self.edges]
         held_blocks = walk.padded_length // walk.block_size
         count = min(walk.step_blocks, held_blocks)
         step = total.at.astype(jnp.int32) - self.first_step
         first = jnp.minimum(step * walk.step_blocks, held_blocks - count)
         for block in range(count):
             at = (first + block) * walk.block_size
-            x = blocks.load(x_smem.at[pl.ds(self.smem_start + at, walk.block_size)], walk.vec)
-            left = self.held - at
-            keep = None if self.job.mask is None else self.load_mask(self.body_start + at, left, walk.vec) != 0
-            term = self._term([x.astype(jnp.float32)], keep, position < left)
-            terms += blocks.split(term, walk.vec)
-            positions += [thread * walk.vec + (self.body_start + at + i) for i in range(walk.vec)]
-        found = [normalizers.if_largest(at, x, total.moments.m) for at, x in zip(positions, terms, strict=True)]
+            x = self.load_at(at, x_smem)
+            keep = None if self.job.mask is None else self.load_mask_at(at) != 0
+            term = self._term([x.astype(jnp.float32)], keep, self.positions() < self.held - at)
+            terms += blocks.split(term, self.vec)
+            places += blocks.split(self.positions() + (self.middle_start + at), self.vec)
+        found = [normalizers.if_largest(at, x, total.moments.m) for at, x in zip(places, terms, strict=True)]
         at = jnp.min(normalizers.tree(jnp.minimum, found))
         return total._replace(at=(self.place.start + at).astype(jnp.float32))
 
@@ -277,6 +303,11 @@ class Segment:
             if condition is not None:
                 term = jnp.where(condition, term, self.formula.reduction.neutral)
         return term
+
+    @property
+    def _writes_masked(self) -> bool:
+        """Whether `reduce` writes masked elements: if each thread reduces the elements that it writes later."""
+        return self.job.mask is not None and self.formula.value is not None and not self.parts.has_edges
 
     def _masked(self, x, keep):
         """Returns a block of each array; masked elements of the last array are neutral."""
@@ -307,12 +338,13 @@ class Segment:
     def write(self, total) -> None:
         """Writes the elements of the segment.
 
-        `reduce` has made the masked elements neutral in shared memory. For these, the formula gives the masked value,
-        so the mask need not be read again. The exception is a NaN or an infinity in the row's reduction.
+        If `_writes_masked`, `reduce` has made the masked elements neutral in shared memory. For these, the formula
+        gives the masked value, so the mask need not be read again. The exception is a NaN or an infinity in the row's
+        reduction.
         """
         write = functools.partial(self.write_elements, total)
-        if self.job.mask is None:
-            write(read_mask=False)
+        if not self._writes_masked:
+            write(read_mask=self.job.mask is not None)
             return
         finite = functools.reduce(jnp.logical_and, (jnp.abs(leaf) < jnp.inf for leaf in jax.tree.leaves(total)))
         lax.cond(finite, lambda: write(read_mask=False), lambda: write(read_mask=True))
@@ -330,8 +362,11 @@ class Segment:
         def values(i, size):
             if self.again:
                 pl.when(i >= self.walk.steps)(functools.partial(self.wait, i))
-            mask_blocks = self._load_body_mask(i) if read_mask else [None] * self.walk.step_blocks
-            return (value(x, keep) for x, keep in zip(self._load(i, size), _as_conditions(mask_blocks)))
+            masks = [None] * self.walk.step_blocks
+            if read_mask:
+                masks = self._load_masks(i, self.body_start, self.walk.length, self.walk.vec)
+            xs = self._load(i, size, self.walk.vec)
+            return (value(x, keep) for x, keep in zip(xs, _as_conditions(masks)))
 
         def free_slot(i, in_flight: int) -> None:
             """Waits until step i has left its slot; `in_flight` later steps may still be leaving theirs."""
@@ -348,8 +383,7 @@ class Segment:
             return carry
 
         for edge in self.edges:
-            # as in the body: an element that is held twice must get the same bits, also of a zero
-            block = value(self._masked(edge.x, edge.keep), edge.keep).astype(self.job.dtype)
+            block = value(edge.x, edge.keep).astype(self.job.dtype)
             blocks.store(y_gmem.at[pl.ds(place.first + edge.start, EDGE)], block)
         start = place.first + self.body_start
         # The last steps come first, since they are still in shared memory; then the steps that come again.
@@ -364,7 +398,7 @@ class _Edge(NamedTuple):
     start: int  # the position of the first of these elements in the segment
     arrays: list[jax.Array]  # a block from each array, as loaded: converting it early would wait for the load
     mask: jax.Array | None  # as int8
-    counted: jax.Array  # which elements count here, and not in the body or in the next segment
+    counted: jax.Array | None  # which elements count here, and not in the next segment; None: all
 
     @property
     def x(self) -> list[jax.Array]:

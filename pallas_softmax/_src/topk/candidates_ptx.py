@@ -50,11 +50,19 @@ class WindowProgram(CtaProgram):
         self.capacity, self.list_bytes = (items, 2 * items) if window.compact else (items // 2, 4 * items)
         self.x, self.group_keys = self.operands("u32", "x", "group_keys")
         self.candidates, self.hits, self.counts = self.operands("u32", "candidates", "hits", "counts")
-        self.low, self.high, self.origin = self.operands("s32", "low", "high", "origin")
+        self.owned, self.start = self.operands("s32", "owned", "start")
+        self.shift = self.operand("shift", "u32") if window.shifted else None
         self.block_bytes = window.block_size * self.element.itemsize
 
-    def address(self, position: Value) -> Value:
-        return self.at(self.x, position, self.element.itemsize)
+    def load_bits(self, position: Value, when: Condition = None) -> Value:
+        """Returns the bits of the element at a position."""
+        address = self.at(self.x, position, self.element.itemsize)
+        address = address if self.shift is None else self.at(address, self.shift, self.element.itemsize)
+        return self.element.load_bits(self, address, when=when)
+
+    def vectors(self, *addresses: Value) -> list[Value]:
+        """Returns the words of the vectors at some addresses, which leave the shift out."""
+        return sum(self.element.vectors(self, addresses, self.shift), [])
 
     def first_position(self, group: Value) -> Value:
         window = self.window
@@ -207,20 +215,19 @@ def _bits_reaching(p: WindowProgram, words: list[Value], bound: Value, flip: Val
 
 
 def _group_words(p: WindowProgram, first: Value) -> list[Value]:
-    window, element, address = p.window, p.element, p.address(first)
-    offsets = [b * p.block_bytes for b in range(window.group_blocks)]
-    if window.blocks % window.group_blocks == 0:
-        return [word for offset in offsets for word in element.vector(p, address, offset)]
-    # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
-    last = p.address((first & (window.block_size - 1)) + (window.blocks - 1) * window.block_size)
-    return [word for offset in offsets for word in element.vector(p, p.min(address + offset, last))]
+    window, itemsize = p.window, p.element.itemsize
+    addresses = [p.at(p.x, first, itemsize) + b * p.block_bytes for b in range(window.group_blocks)]
+    if window.blocks % window.group_blocks:
+        # Reads beyond the last block are redirected to it. Positions beyond it are never in the part.
+        last_block = (first & (window.block_size - 1)) + (window.blocks - 1) * window.block_size
+        addresses = [p.min(address, p.at(p.x, last_block, itemsize)) for address in addresses]
+    return p.vectors(*addresses)
 
 
 def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
-    """Clears the bits of elements outside the part. Those before <low> are in the first vector of the window."""
+    """Clears the bits of elements outside the part."""
     window = p.window
-    p.update(bits, "and", p.var(_ALL_ONES, "u32") << p.low, when=first.equals(0))
-    rest = p.max(p.high - first.bits("s32"), 0).bits("u32")
+    rest = p.max(p.owned - first.bits("s32"), 0).bits("u32")
     blocks = rest >> log2(window.block_size)
     in_vector = p.min(rest & (window.block_size - 1), window.vec)
     return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
@@ -243,7 +250,7 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
             block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
             position = p.first_position(group) + p.multiply_add(block, window.block_size, in_vector)
             # Loads the element again, because registers cannot be indexed.
-            bits = None if window.compact else p.element.load_bits(p, p.address(position), when=choose)
+            bits = None if window.compact else p.load_bits(position, when=choose)
             elements.append((choose, position, bits))
         for choose, position, bits in elements:
             key = None if bits is None else p.element.key(bits)
@@ -256,7 +263,7 @@ def _store_entry(p: WindowProgram, entry: Value, key: Value | None, position: Va
         p.store(p.at(p.candidates, entry, POSITION_BYTES), p.convert(position, "u16"), when=when)
     else:
         assert key is not None
-        candidate = candidate_of(p, key, position.bits("s32") + p.origin)
+        candidate = candidate_of(p, key, position.bits("s32") + p.start)
         p.store(p.at(p.candidates, entry, CANDIDATE_BYTES), candidate, when=when)
 
 
@@ -279,9 +286,9 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     with p.loop() as leave:
         leave((block >= window.blocks) | (base >= k))
         in_warp, before, tied = p.var(0, "s32"), p.var(0, "s32"), []
-        for j, key in enumerate(p.element.keys(p.element.vector(p, address))):
+        for j, key in enumerate(p.element.keys(p.vectors(address))):
             at = position + j
-            tied.append(key.equals(tie) & (at >= p.low) & (at < p.high))
+            tied.append(key.equals(tie) & (at < p.owned))
             ballot = p.ballot(tied[-1])
             p.increase(in_warp, p.count_ones(ballot))
             p.increase(before, p.count_ones(ballot & lower_lanes))
@@ -316,9 +323,9 @@ def expand_positions(p: WindowProgram, candidates: CandidateList) -> None:
                 listed = p.thread + WARPGROUP * i < candidates.n
                 offset = POSITION_BYTES * WARPGROUP * i
                 position = p.convert(p.load(own, "u16", offset=offset, when=listed, default=0), "u32")
-                loaded.append((i, listed, position, p.element.load_bits(p, p.address(position))))
+                loaded.append((i, listed, position, p.load_bits(position)))
             for i, listed, position, bits in loaded:
-                candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.origin)
+                candidate = candidate_of(p, p.element.key(bits), position.bits("s32") + p.start)
                 p.set(values[i], candidate, when=listed)
     p.barrier()
     at = candidates.at(p.thread)

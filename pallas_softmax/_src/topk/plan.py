@@ -131,12 +131,12 @@ def _whole_windows(vocab: int, k: int, itemsize: int) -> list[Window]:
 
 
 def _fits(window: Window, k: int, itemsize: int, room: int) -> bool:
-    return window.size * itemsize + sum(selection_bytes(window, k)) <= room
+    return window.smem_size * itemsize + sum(selection_bytes(window, k)) <= room
 
 
 def cta_bytes(window: Window, k: int, itemsize: int) -> int:
     """Returns the bytes of shared memory of a CTA, with Mosaic's padding and scratch for reductions."""
-    arrays = [window.size * itemsize, *selection_bytes(window, k), REDUCTION_BYTES]
+    arrays = [window.smem_size * itemsize, *selection_bytes(window, k), REDUCTION_BYTES]
     return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in arrays) + 8 * len(window.copies())
 
 

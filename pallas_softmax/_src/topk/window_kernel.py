@@ -90,7 +90,7 @@ def softmax_topk(
 class SearchMemory(NamedTuple):
     """References to shared memory. `plan.listed_items` has the lengths of `candidates` and `hits`."""
 
-    # (window.size,), the elements of the part, and -inf around them. Masked elements are floats of the lowest key.
+    # (window.smem_size,), the elements of the part, and -inf after them. Masked elements are floats of the lowest key.
     x: Any
     # int32, the largest key of each group. A NaN counts as the highest key. Later the winners, unless compact.
     group_keys: Any
@@ -114,7 +114,7 @@ def topk_rows(x, mask: Mask | None, temperature, plan: Window, request: Request)
             "groups": plgpu.SMEM((group_words(plan, k) + WARPGROUP,), jnp.int32),
             "arrived": plgpu.Barrier(num_barriers=max(1, len(plan.copies()))),
             "lists": plgpu.SMEM((sum(listed_items(plan, k)),), jnp.int16 if plan.compact else jnp.int32),
-            "x": plgpu.SMEM((plan.size,), x.dtype),
+            "x": plgpu.SMEM((plan.smem_size,), x.dtype),
         },
         name="softmax_topk" if request.normalized else "top_k",
         reduction_bytes=REDUCTION_BYTES,
@@ -128,19 +128,23 @@ def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arr
     Returns the normalizer of the part; None without a scale.
     """
     window_arrival.start_copies(window, part, memory.x, arrived)
-    window_arrival.fill_head_and_tail(window, part, memory.x)
+    window_arrival.fill_tail(window, part, memory.x)
     _clear_list(memory)
 
     def take_step(i, carry, count, copied):
         lane, keep = carry
         # Its loads are in flight during this step.
         next_keep = window_arrival.mask_of_step(window, part, i + 1)
-        if copied:
+        if window.shifted:  # the step ends in the next copy
+            pl.when(i + 1 < len(window.copies()))(lambda: plgpu.barrier_wait(arrived.at[i + 1]))
+        elif copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            window_arrival.mask_step(window, memory.x, i, [*keep[:count]])
-        return _add_step(window, memory, i, count, lane, scale, part.mask is not None), next_keep
+            window_arrival.mask_step(window, part, memory.x, i, [*keep[:count]])
+        return _add_step(window, memory, i, count, lane, scale, part), next_keep
 
+    if window.shifted and window.copies():
+        plgpu.barrier_wait(arrived.at[0])
     lane = None if scale is None else Normalizer(*[blocks.filled(x) for x in (-jnp.inf, 0)])
     carry = lane, window_arrival.mask_of_step(window, part, 0)
     if window.full:
@@ -161,7 +165,7 @@ def _clear_list(memory: SearchMemory) -> None:
 
 @twin
 def _add_step(
-    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer | None, scale, masked: bool
+    window: Window, memory: SearchMemory, step, count: int, lane: Normalizer | None, scale, part: WindowPart
 ) -> Normalizer | None:
     """Adds each thread's elements of a step of `count` blocks to its normalizer, and writes the step's group_keys.
 
@@ -172,16 +176,17 @@ def _add_step(
     new_d = d * 2^((m - s) a) + sum of 2^((x - s) a)
 
     `lane` has the normalizer of each thread (128,) before the step; None if nothing is normalized. a is log2(e) /
-    temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask (`masked`), elements with the
-    lowest key count as -inf.
+    temperature; a `Scale` has three factors, the first for m, x and s. If there is a mask, elements with the lowest key
+    count as -inf.
     """
-    element, p = Elements(memory.x.dtype), Program()
+    element, p, masked = Elements(memory.x.dtype), Program(), part.mask is not None
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
     block_bytes = window.block_size * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
     x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
     keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
-    vectors = [element.vector(p, x_at, b * block_bytes) for b in range(count)]
+    shift = p.operand("shift", "u32") if window.shifted else None
+    vectors = element.vectors(p, [x_at + b * block_bytes for b in range(count)], shift)
     # If some elements are masked, their floats differ from the words.
     floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
     largest = []
@@ -192,7 +197,7 @@ def _add_step(
         largest.append(value)
     refs = {"x": memory.x, "group_keys": memory.group_keys}
     if lane is None:
-        insert_ptx(p, refs, {"step": step})
+        insert_ptx(p, refs, {"step": step, "shift": part.shift})
         return None
     m, d, new_m, new_d = p.operands("f32", "m", "d", "new_m", "new_d")
     p.set(new_m, p.max(p.reduce("max", largest), m))
@@ -207,7 +212,7 @@ def _add_step(
         for x in floats[b] if floats else element.floats(p, words, marked=False):
             terms.append(exponential(x))
     p.set(new_d, p.multiply_add(d, exponential(m), p.reduce("add", terms)))
-    numbers = {"m": lane.m, "d": lane.d, "step": step, **states_ptx.factors(scale)}
+    numbers = {"m": lane.m, "d": lane.d, "step": step, "shift": part.shift, **states_ptx.factors(scale)}
     return Normalizer(*insert_ptx(p, refs, numbers, {"new_m": "f32", "new_d": "f32"}))
 
 
@@ -215,7 +220,7 @@ def _add_step(
 def _find_winners(window: Window, memory: SearchMemory, part: WindowPart, k: int):
     """Puts the k best of the part in order. Returns a reference to them (`put_in_shared_memory`)."""
     program = search_program(window, jnp.dtype(memory.x.dtype), k)
-    insert_ptx(program, memory._asdict(), {"low": part.low, "high": part.high, "origin": part.origin})
+    insert_ptx(program, memory._asdict(), {"owned": part.place.owned, "start": part.place.start, "shift": part.shift})
     return split(memory.x, *ordering_words(k))[2] if window.compact else memory.group_keys
 
 
@@ -311,7 +316,7 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
                 p.set(address, p.at(address, blocks, p.block_bytes))
                 counted()
             with p.repeat() as next_block:
-                for key in element.keys(element.vector(p, address)):
+                for key in element.keys(p.vectors(address)):
                     p.increase(reach, 1, when=key >= bound)
                     p.increase(exceed, 1, when=key > bound)
                 p.increase(address, p.block_bytes)
@@ -324,7 +329,7 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
     scratch = p.at(p.counts + SCRATCH_BYTE, turn & 1, 2 * 4 * WARPS)
     reaches, exceeds = p.of_warps(counts, scratch, lane=0)
     # Positions outside the part hold -inf, and are counted as well.
-    around, neg_inf = window.size - (p.high - p.low), sort_keys.key_of_number(-np.inf, element.dtype)
+    around, neg_inf = window.size - p.owned, sort_keys.key_of_number(-np.inf, element.dtype)
     outside_reach = p.select(bound <= neg_inf, around, 0)
     outside_exceed = p.select(bound < neg_inf, around, 0)
     return p.reduce("add", reaches) - outside_reach, p.reduce("add", exceeds) - outside_exceed

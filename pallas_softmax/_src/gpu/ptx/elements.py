@@ -9,6 +9,10 @@ A word holds one float32, or two 16-bit elements with the first one in the lower
 `flip_negative` is the one definition of sort keys in inline PTX; `flip_negative_at_once` is another form of it.
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 
 from pallas_softmax._src.gpu.hardware import ACCESS_BYTES
@@ -48,8 +52,31 @@ class Elements:
         # A word with `magnitude` in each of its elements.
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 
-    def vector(self, p: Program, address: Value, offset: int = 0) -> list[Value]:
-        return p.load_vector(address, "s32", ACCESS_BYTES // 4, offset=offset)
+    def vectors(
+        self, p: Program, addresses: Sequence[Value], shift: Value | None, when: Sequence[Condition] | None = None
+    ) -> list[list[Value]]:
+        """Returns the words of the 16 bytes at each address; with a `shift`, of those so many elements later.
+
+        The addresses are multiples of 16 bytes, and the shift is less. With one, words are loaded one by one: a word of
+        16-bit elements from two, if it does not start at a multiple of 4 bytes. A vector is not loaded unless `when`
+        holds.
+        """
+        words = ACCESS_BYTES // 4
+        count = words + (shift is not None and self.halves)
+        vectors = [[p.fresh("s32") for _ in range(count)] for _ in addresses]
+        for address, vector, condition in zip(addresses, vectors, when or [None] * len(vectors)):
+            if shift is None:
+                p.load_into(vector, address, when=condition)
+                continue
+            first = address + (shift * self.itemsize & -4)
+            for i, word in enumerate(vector):
+                p.load_into([word], first, offset=4 * i, when=condition)
+        if count == words:
+            return vectors
+        left = 32 - (shift * self.itemsize & 2) * 8
+        kinds = "b32", "b32", "u32"  # the funnel shift returns the upper half of b:a << left
+        funnel = functools.partial(p.write, "shf.l.clamp.b32", "s32", of=kinds)
+        return [[funnel(a, b, left) for a, b in itertools.pairwise(vector)] for vector in vectors]
 
     def bits(self, words: list[Value]) -> list[Value]:
         if not self.halves:
