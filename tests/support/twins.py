@@ -148,7 +148,7 @@ def _add_step(window, memory, step, count, lane, scale, part):
         return None
     start = step * window.step_blocks * window.block_size + part.shift
     x = memory.x[pl.ds(start, count * window.block_size)]
-    x = x.reshape(count, WARPGROUP, window.vec)
+    x = x.reshape(-1, WARPGROUP, window.run)
     if part.mask is not None:
         x = jnp.where(sort_keys.key32(x) == sort_keys.lowest_key(x.dtype), -jnp.inf, x)
     x = x.astype(jnp.float32)

@@ -174,21 +174,21 @@ def test_bound(groups, k, kind):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_shifted_vectors(dtype):
-    """A vector of elements at any place is two aligned loads."""
+    """The words of elements at any place, 512 bytes apart in a thread."""
     element, count = Elements(dtype), 2
-    vec = 16 // element.itemsize
+    run, vec = 4 // element.itemsize, 16 // element.itemsize
     memory = np.random.default_rng(0).integers(0, 256, 16 * (128 * count + 1)).astype("u1")
     x = memory.view(f"u{element.itemsize}").copy()
     for shift in range(vec):
         p = CtaProgram()
-        addresses = [p.at(p.operand("x", "u32"), p.thread + 128 * i, 16) for i in range(count)]
-        found = element.vectors(p, addresses, p.operand("shift", "u32"))
+        addresses = [p.at(p.operand("x", "u32"), p.thread, 4) + 2048 * i for i in range(count)]
+        found = element.vectors(p, addresses, p.operand("shift", "u32"), 512)
         results = {f"{i}_{j}": word for i, vector in enumerate(found) for j, word in enumerate(vector)}
         for name, word in results.items():
             p.set(p.operand(f"out{name}", "s32"), word)
         machine = ptx.run(p, memory.copy(), x=0, shift=shift, **{f"out{name}": 0 for name in results})
         words_ = [machine.registers[f"%out{name}"].astype("uint32") for name in results]
-        got = np.stack(words_, -1).reshape(128, count, 4).swapaxes(0, 1).reshape(-1).view(x.dtype)
+        got = np.stack(words_, -1).view(x.dtype).reshape(128, 4 * count, run).swapaxes(0, 1).reshape(-1)
         np.testing.assert_array_equal(got, x[shift:][: 128 * count * vec])
 
 
@@ -201,7 +201,7 @@ def search_memory(window, x, k):
     keys[np.isnan(full)] = keys.dtype.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
     group_keys = np.full(window.groups, -(2**31))
     np.maximum.at(
-        group_keys, at // window.block_size // window.group_blocks * 128 + at % window.block_size // window.vec, keys
+        group_keys, at // window.block_size // window.group_blocks * 128 + at % (128 * window.run) // window.run, keys
     )
     sizes = {
         "x": max(window.smem_size * x.dtype.itemsize, 16 * capacity + 8 * k + 2048),

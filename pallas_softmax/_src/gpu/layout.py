@@ -217,8 +217,11 @@ class Window:
     of each group. Group number g * 128 + t belongs to thread t and to `group_blocks` blocks from g * group_blocks on.
 
     A bulk copy starts at a multiple of 16 bytes. If some part does not, the window is `shifted`: up to vec - 1 elements
-    before the part arrive too. Position p is then element p + shift in shared memory. So a thread has the same elements
-    at any address, but its vectors lie across two (`Elements.vectors`), and steps end in the next copy.
+    before the part arrive too. Position p is then element p + shift in shared memory, so that a thread has the same
+    positions at any address. It holds single words of a block, `run` elements each, 128 words apart:
+
+        word of the block   | 0 | 1 | .. |127|128| .. |255|256| .. |383|384| .. |511|
+        thread              | 0 | 1 | .. |127| 0 | .. |127| 0 | .. |127| 0 | .. |127|
 
     In a compact window, candidates are listed by 16-bit positions until the row is no longer needed. Then their list
     takes the place of the row. Only whole float32 rows have compact windows.
@@ -243,6 +246,11 @@ class Window:
     @property
     def shifted(self) -> bool:
         return self.cut.unit == 1
+
+    @property
+    def run(self) -> int:
+        """Number of neighbours that a thread holds: a vector, or if shifted a word."""
+        return self.vec // 4 if self.shifted else self.vec
 
     @property
     def body(self) -> int:

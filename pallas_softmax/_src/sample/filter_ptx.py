@@ -24,7 +24,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH, SECTIONS, VALUE_BUCKETS, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH, SECTIONS, VALUE_BUCKETS
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
@@ -195,9 +195,9 @@ def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
 def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     """Returns the position of element `number`, from 1, of the CTA's elements with this key.
 
-    Each warp counts its elements with the key. The warp that has the element looks for it, load by load.
+    Each warp counts its elements with the key. The warp that has the element looks for it, run by run.
     """
-    equal = p.var(0, "u32")
+    window, itemsize, equal = p.plan.window, p.elements.itemsize, p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
     own = p.over_lanes("add", equal)
     lower, _ = p.lower_warps(own, p.word(SCRATCH.warps))
@@ -205,14 +205,17 @@ def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     with p.when((rest.bits("s32") > 0) & (rest <= own)):
         at = p.var(p.first_vector)
         with p.repeat() as again:
-            elements = p.floats(*p.vectors(at, 1))
+            if window.shifted:
+                elements = [p.element(at + i * itemsize) for i in range(window.run)]
+            else:
+                elements = p.floats(*p.vectors(at, 1))
             equal = p.var(0, "u32")
             for x in elements:
                 p.increase(equal, 1, when=p.key(x).equals(key))
-            before, in_load = p.before(equal)
-            missing = in_load < rest
-            p.increase(at, WARP_LOAD_BYTES, when=missing)
-            p.update(rest, "sub", in_load, when=missing)
+            before, in_runs = p.before(equal)
+            missing = in_runs < rest
+            p.increase(at, LANES * window.run * itemsize, when=missing)
+            p.update(rest, "sub", in_runs, when=missing)
             again(missing)
         position, seen = p.position_of(at), p.var(before)
         for i, x in enumerate(elements):

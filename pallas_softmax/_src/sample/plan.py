@@ -41,7 +41,7 @@ CTA_KEYS = 512
 # "Sampling" in benchmarks/results/NOTES.md has times of other plans.
 ELEMENTS_AT_ONCE = 16  # elements that a thread holds in registers at once; other numbers were not measured
 # Elements that a thread looks at together, to list those that can win. For float32, 16 were not faster. bfloat16 has
-# room for more: its histogram is longer.
+# room for more: its histogram is longer. (In a shifted window it would take more than 80 registers.)
 LISTED_AT_ONCE, LISTED_AT_ONCE_BFLOAT16 = 12, 16
 NOISE_AT_ONCE = 2  # elements: a thread computes their noise at once; 3 and 4 were not faster
 # Three CTAs share a multiprocessor: one works while the parts of the others arrive. So each CTA has a third of the
@@ -110,7 +110,7 @@ class SamplePlan:
 
     @property
     def listed_at_once(self) -> int:
-        most = LISTED_AT_ONCE_BFLOAT16 if self.value_buckets else LISTED_AT_ONCE
+        most = LISTED_AT_ONCE_BFLOAT16 if self.value_buckets and not self.window.shifted else LISTED_AT_ONCE
         return most // self.window.vec * self.window.vec
 
     @property
@@ -181,8 +181,7 @@ def plan_sample(vocab: int, dtype, capability: tuple[int, int]) -> SamplePlan | 
 # --- Without filters
 
 # "Sampling" in benchmarks/results/NOTES.md has times of other numbers. Three CTAs of WARPGROUPS share a multiprocessor
-# here too: a thread has up to 80 registers. In clusters of four and more it has 96, and in clusters of two 87 if rows
-# are not aligned to 16 bytes. Then two CTAs share a multiprocessor.
+# here too: a thread has up to 80 registers. In clusters of four and more it has 96, so that two CTAs share one.
 STEP_ELEMENTS = 16  # elements of a lane in a step
 KEPT = 14  # entries that the list of a lane may carry to its next step
 LIST_SIZE = NOISE_AT_ONCE + KEPT + STEP_ELEMENTS  # entries that the list of a lane has room for, with padding
@@ -249,7 +248,7 @@ def plan_stream(rows: int, vocab: int, dtype, capability: tuple[int, int]) -> St
 
     # All CTAs take about the same time, so they run in waves: the number of waves and the elements of a CTA decide.
     def time(ctas: int) -> float:
-        places = PLACES if ctas <= (1 if vocab * itemsize % ACCESS_BYTES else 2) else FEWER_PLACES
+        places = PLACES if ctas <= 2 else FEWER_PLACES
         return -(-rows * ctas // places) * (vocab / ctas + OVERHEAD)
 
     plans = [StreamPlan(vocab, itemsize, ctas) for ctas in CLUSTERS if ctas <= MAX_CLUSTER[capability[0]]]

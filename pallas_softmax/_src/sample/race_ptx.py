@@ -214,7 +214,7 @@ class WinnerSearch:
         """Lists the warp's next elements from `low` up; after the last kept tie, those above the ties."""
         p, vec, count = self.p, self.p.plan.window.vec, self.p.plan.listed_at_once
         loads = count // vec
-        vectors = p.vectors(at, loads, [remaining > i for i in range(loads)])
+        run, vectors = p.plan.window.run, p.vectors(at, loads, [remaining > i for i in range(loads)])
         # If a filter keeps few elements, most of these have none of them. A maximum of packed elements shows it soon.
         may_list = p.any(~(p.greatest(sum(vectors, [])) < self.race.low)) if p.elements.halves else None
         with contextlib.nullcontext() if may_list is None else p.when(may_list):
@@ -227,7 +227,7 @@ class WinnerSearch:
                 for x in p.floats(words):  # appends the sign
                     outside = p.write("shf.l.clamp.b32", "u32", (x - least).bits("u32"), outside, 1)
                 inside = inside << vec | p.select(remaining > i, ~outside & 2**vec - 1, 0)
-            positions = [position.bits("u32") + (i // vec * LANES * vec + i % vec) for i in range(count)]
+            positions = [position.bits("u32") + (i // run * LANES * run + i % run) for i in range(count)]
             number = p.over_lanes("add", p.count_ones(inside))
             lists_all = (number > int(_DENSE * LANES * count)) & (remaining >= loads)
             with p.when(lists_all):

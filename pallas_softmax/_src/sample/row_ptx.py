@@ -177,7 +177,7 @@ class PartProgram(ClusterProgram):
         before = first_block * WARPS + (self.warp & (WARPS - 1)) * loads.bits("u32")
         self.loads = loads  # number of loads of this warp
         # The address of this lane's vector in the first load.
-        self.first_vector = self.x + before * WARP_LOAD_BYTES + self.lane * ACCESS_BYTES
+        self.first_vector = self.x + before * WARP_LOAD_BYTES + self.lane * (window.run * self.elements.itemsize)
         self.top_k = self.var(self.operand("top_k", "u32"))
         self.top_p, self.min_p = (self.var(number) for number in self.operands("f32", "top_p", "min_p"))
         self.keep_first(self.greedy)
@@ -199,7 +199,7 @@ class PartProgram(ClusterProgram):
     def vectors(self, address: Value, count: int, when: Sequence[Condition] | None = None) -> list[list[Value]]:
         """Returns the words of the lane's vector in each of some loads, given the address of the first one."""
         addresses = [address + WARP_LOAD_BYTES * i for i in range(count)]
-        return self.elements.vectors(self, addresses, self.shift, when)
+        return self.elements.vectors(self, addresses, self.shift, 4 * LANES, when)
 
     def floats(self, words: list[Value]) -> list[Value]:
         return self.elements.floats(self, words, marked=False)
@@ -338,7 +338,7 @@ def bound_of_best(p: PartProgram) -> Value:
     end = p.x + p.plan.window.size * p.elements.itemsize
     largest = p.var(LEAST_FINITE, "f32")
     with p.each(first, end, p.plan.threads * ACCESS_BYTES) as at:
-        p.set(largest, p.max(largest, p.greatest(*p.vectors(at, 1))))
+        p.set(largest, p.max(largest, p.greatest(*p.elements.vectors(p, [at], p.shift))))
     share_of_warp = p.op("div", "u32", p.top_k + (p.warps - 1), p.warps)
     bound = _value_of_rank(p, largest, share_of_warp, LANES)
     (bound,) = p.over_each_cta(["min"], [bound], [INF], p.word(SCRATCH.counted))

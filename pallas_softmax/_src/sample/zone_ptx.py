@@ -34,7 +34,7 @@ from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, na
 from pallas_softmax._src.gpu.ptx.values import Value
 from pallas_softmax._src.sample import filter_ptx
 from pallas_softmax._src.sample.filter_ptx import MOST_UNITS, FilterSearch, search_digits
-from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS, WARP_LOAD_BYTES
+from pallas_softmax._src.sample.plan import BUCKETS, SCRATCH, SECTIONS
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 _ROUND_BUCKETS = 2 * LANES  # buckets in a round over the listed keys, two for each lane
@@ -157,13 +157,13 @@ def _list_keys(p: PartProgram, address: Value, inside: Value, add: Callable[[Val
 
     It lists none unless the CTA's list has room for all. Returns `inside`, which becomes 0 if they are listed.
     """
-    vec, count = p.plan.window.vec, p.count_ones(inside)
+    run, count = p.plan.window.run, p.count_ones(inside)
     entry = p.take_from(p.word(SCRATCH.listed), count, when=inside > 0, default=0)
     with p.when(entry + count <= p.plan.list_size), p.loop() as leave:
         leave(inside.equals(0))
         number = p.lowest_bit(inside)
-        load, element = number >> log2(vec), number & (vec - 1)
-        at = address + load * WARP_LOAD_BYTES + element * p.elements.itemsize
+        position = p.multiply_add(number >> log2(run), LANES * run, number & (run - 1))
+        at = address + position * p.elements.itemsize
         x = p.element(at)
         key = p.key(x)
         add(x, key)

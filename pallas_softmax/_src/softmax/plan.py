@@ -295,7 +295,9 @@ class _Problem:
         A step has up to `most` blocks, but three steps become two longer ones. Two full steps and a rest are slow: the
         softmax of (1024, 151936) bfloat16 takes 177 us with 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
-        most = HALF_MASKED_STEP_BLOCKS if self.masked and self.itemsize == 2 else STEP_BLOCKS
+        most = STEP_BLOCKS
+        if self.masked and self.itemsize == 2:
+            most = HALF_MASKED_STEP_BLOCKS if self.vocab % self.vec == 0 else LONG_STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
         if cluster and not self.located and (self.only_read or longest):
             most = LONG_STEP_BLOCKS

@@ -62,12 +62,12 @@ class WindowProgram(CtaProgram):
 
     def vectors(self, *addresses: Value) -> list[Value]:
         """Returns the words of the vectors at some addresses, which leave the shift out."""
-        return sum(self.element.vectors(self, addresses, self.shift), [])
+        return sum(self.element.vectors(self, addresses, self.shift, 4 * WARPGROUP), [])
 
     def first_position(self, group: Value) -> Value:
         window = self.window
         first_in_block = (group >> log2(WARPGROUP)) * (window.group_blocks * window.block_size)
-        return self.multiply_add(group & (WARPGROUP - 1), window.vec, first_in_block)
+        return self.multiply_add(group & (WARPGROUP - 1), window.run, first_in_block)
 
     def hit(self, at: Value) -> Value:
         return self.at(self.hits, at, 2 if self.window.compact else 4)
@@ -228,9 +228,9 @@ def _in_part(p: WindowProgram, first: Value, bits: Value) -> Value:
     """Clears the bits of elements outside the part."""
     window = p.window
     rest = p.max(p.owned - first.bits("s32"), 0).bits("u32")
-    blocks = rest >> log2(window.block_size)
-    in_vector = p.min(rest & (window.block_size - 1), window.vec)
-    return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(blocks, window.vec, in_vector))
+    each = WARPGROUP * window.run  # positions from one run of a thread to its next one
+    in_run = p.min(rest & (each - 1), window.run)
+    return bits & ~(p.var(_ALL_ONES, "u32") << p.multiply_add(rest >> log2(each), window.run, in_run))
 
 
 def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed: bool) -> None:
@@ -247,8 +247,8 @@ def _append(p: WindowProgram, mask: Value, turn: Value, entry: Value, *, listed:
             chosen.append((choose, bit, p.load_hit(group, choose) if listed else group))
         for choose, bit, group in chosen:
             in_group = bit & (window.group_size - 1)
-            block, in_vector = in_group >> log2(window.vec), in_group & (window.vec - 1)
-            position = p.first_position(group) + p.multiply_add(block, window.block_size, in_vector)
+            run, in_run = in_group >> log2(window.run), in_group & (window.run - 1)
+            position = p.first_position(group) + p.multiply_add(run, WARPGROUP * window.run, in_run)
             # Loads the element again, because registers cannot be indexed.
             bits = None if window.compact else p.load_bits(position, when=choose)
             elements.append((choose, position, bits))
@@ -271,22 +271,25 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
     """Writes the elements with the key `tie` to entries `first` to k - 1 of the list, in order of index.
 
     base = first
-    for each block, while base < k:
+    for each run of all threads, while base < k:
         before = base + ties of lower lanes of this warp + ties of lower warps
-        for each tie in the thread's vector:
+        for each tie in the thread's run:
             if before < k: write it to entry `before`
             before += 1
-        base += ties in the block
+        base += ties in all runs
     """
     window, k = p.window, p.k
     base, parity = p.var(first), p.var(0, "u32")
     lower_lanes, scratch = p.special("lanemask_lt"), p.counts + SCRATCH_BYTE
-    position = (p.thread * window.vec).bits("s32")
-    address, block = p.at(p.x, p.thread, ACCESS_BYTES), p.var(0, "u32")
+    position, each = p.var((p.thread * window.run).bits("s32")), WARPGROUP * window.run
     with p.loop() as leave:
-        leave((block >= window.blocks) | (base >= k))
+        leave((position >= window.size) | (base >= k))
         in_warp, before, tied = p.var(0, "s32"), p.var(0, "s32"), []
-        for j, key in enumerate(p.element.keys(p.vectors(address))):
+        if window.shifted:
+            keys = [p.element.key(p.load_bits(position + j)) for j in range(window.run)]
+        else:
+            keys = p.element.keys(p.vectors(p.at(p.x, position.bits("u32"), p.element.itemsize)))
+        for j, key in enumerate(keys):
             at = position + j
             tied.append(key.equals(tie) & (at < p.owned))
             ballot = p.ballot(tied[-1])
@@ -300,9 +303,7 @@ def collect_ties(p: WindowProgram, tie: Value, first: Value) -> None:
             with p.when(is_tied & (before < k)):
                 _store_entry(p, before, tie, position + j)
             p.increase(before, 1, when=is_tied)
-        p.increase(address, p.block_bytes)
-        p.increase(position, window.block_size)
-        p.increase(block, 1)
+        p.increase(position, each)
         p.update(parity, "xor", 1)
     p.barrier()
 

@@ -50,7 +50,7 @@ from jax import lax
 from pallas_softmax._src import normalizers, sort_keys
 from pallas_softmax._src.folding import Mask
 from pallas_softmax._src.gpu import blocks, window_arrival
-from pallas_softmax._src.gpu.hardware import ACCESS_BYTES, WARPGROUP, WARPS
+from pallas_softmax._src.gpu.hardware import WARPGROUP, WARPS
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel
 from pallas_softmax._src.gpu.layout import Window, aligned_view
@@ -140,7 +140,11 @@ def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arr
         elif copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
+            if window.shifted:  # other threads may still read a word of this step, and will read what is masked
+                plgpu.commit_smem()
             window_arrival.mask_step(window, part, memory.x, i, [*keep[:count]])
+            if window.shifted:
+                plgpu.commit_smem()
         return _add_step(window, memory, i, count, lane, scale, part), next_keep
 
     if window.shifted and window.copies():
@@ -183,10 +187,10 @@ def _add_step(
     thread, step_, x_at, keys_at = p.operands("u32", "thread", "step", "x", "group_keys")
     block_bytes = window.block_size * element.itemsize
     keys_of_step = window.step_blocks // window.group_blocks * WARPGROUP
-    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    x_at = p.at(p.at(x_at, step_, window.step_blocks * block_bytes), thread, window.run * element.itemsize)
     keys_at = p.at(p.at(keys_at, step_, 4 * keys_of_step), thread, 4)
     shift = p.operand("shift", "u32") if window.shifted else None
-    vectors = element.vectors(p, [x_at + b * block_bytes for b in range(count)], shift)
+    vectors = element.vectors(p, [x_at + b * block_bytes for b in range(count)], shift, 4 * WARPGROUP)
     # If some elements are masked, their floats differ from the words.
     floats = [element.floats(p, words, marked=True) for words in vectors] if masked else None
     largest = []
@@ -305,7 +309,7 @@ def _count(p: WindowProgram, bound: Value, turn: Value) -> tuple[Value, Value]:
     """
     window, element = p.window, p.element
     reach, exceed = p.var(0, "s32"), p.var(0, "s32")
-    address, group = p.at(p.x, p.thread, ACCESS_BYTES), p.at(p.group_keys, p.thread, 4)
+    address, group = p.at(p.x, p.thread, window.run * element.itemsize), p.at(p.group_keys, p.thread, 4)
     blocks_left = p.var(window.blocks, "u32")
     with p.repeat() as next_group:
         largest = p.load(group, "s32")

@@ -9,8 +9,6 @@ A word holds one float32, or two 16-bit elements with the first one in the lower
 `flip_negative` is the one definition of sort keys in inline PTX; `flip_negative_at_once` is another form of it.
 """
 
-import functools
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,30 +51,37 @@ class Elements:
         self.flip = self.magnitude << _HALF_BITS | self.magnitude if self.halves else self.magnitude
 
     def vectors(
-        self, p: Program, addresses: Sequence[Value], shift: Value | None, when: Sequence[Condition] | None = None
+        self,
+        p: Program,
+        addresses: Sequence[Value],
+        shift: Value | None = None,
+        stride: int = 4,
+        when: Sequence[Condition] | None = None,
     ) -> list[list[Value]]:
-        """Returns the words of the 16 bytes at each address; with a `shift`, of those so many elements later.
+        """Returns the four words of a vector at each address, a multiple of 16 bytes.
 
-        The addresses are multiples of 16 bytes, and the shift is less. With one, words are loaded one by one: a word of
-        16-bit elements from two, if it does not start at a multiple of 4 bytes. A vector is not loaded unless `when`
-        holds.
+        With a `shift`, the words start so many elements later, and are `stride` bytes apart. Then the addresses are
+        multiples of 4 bytes. A word of 16-bit elements is made of two, if it does not start at a multiple of 4 bytes. A
+        vector is not loaded unless `when` holds.
         """
-        words = ACCESS_BYTES // 4
-        count = words + (shift is not None and self.halves)
-        vectors = [[p.fresh("s32") for _ in range(count)] for _ in addresses]
-        for address, vector, condition in zip(addresses, vectors, when or [None] * len(vectors)):
-            if shift is None:
-                p.load_into(vector, address, when=condition)
-                continue
-            first = address + (shift * self.itemsize & -4)
-            for i, word in enumerate(vector):
-                p.load_into([word], first, offset=4 * i, when=condition)
-        if count == words:
+        vectors = [[p.fresh("s32") for _ in range(ACCESS_BYTES // 4)] for _ in addresses]
+        conditions = when or [None] * len(vectors)
+        if shift is None:
+            for address, words, condition in zip(addresses, vectors, conditions):
+                p.load_into(words, address, when=condition)
             return vectors
-        left = 32 - (shift * self.itemsize & 2) * 8
-        kinds = "b32", "b32", "u32"  # the funnel shift returns the upper half of b:a << left
-        funnel = functools.partial(p.write, "shf.l.clamp.b32", "s32", of=kinds)
-        return [[funnel(a, b, left) for a, b in itertools.pairwise(vector)] for vector in vectors]
+        shift_bytes = shift * self.itemsize
+        left = 32 - (shift_bytes & 2) * 8
+        for address, words, condition in zip(addresses, vectors, conditions):
+            first = address + (shift_bytes & -4)
+            for i, word in enumerate(words):
+                p.load_into([word], first, offset=stride * i, when=condition)
+                if self.halves:
+                    upper = p.fresh("s32")
+                    p.load_into([upper], first, offset=stride * i + 4, when=condition)
+                    operands = word, upper, left  # the result is the upper half of upper:word << left
+                    p.set(word, p.write("shf.l.clamp.b32", "s32", *operands, of=("b32", "b32", "u32")))
+        return vectors
 
     def bits(self, words: list[Value]) -> list[Value]:
         if not self.halves:
