@@ -24,7 +24,7 @@ from pallas_softmax._src.gpu.hardware import LANES
 from pallas_softmax._src.gpu.layout import log2
 from pallas_softmax._src.gpu.ptx.narrow import KeyRange, bucket_that_reaches, narrow
 from pallas_softmax._src.gpu.ptx.values import Value
-from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH, SECTIONS, VALUE_BUCKETS
+from pallas_softmax._src.sample.plan import DIGIT, MAX_V, SCRATCH, SECTIONS, VALUE_BUCKETS, WARP_LOAD_BYTES
 from pallas_softmax._src.sample.row_ptx import HIGHEST, INF, KEEP_ALL, LEAST_FINITE, PartProgram
 
 # Atomic additions come in any order, so masses are added as integers: the sums always have the same bits. The largest
@@ -195,7 +195,8 @@ def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
 def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     """Returns the position of element `number`, from 1, of the CTA's elements with this key.
 
-    Each warp counts its elements with the key. The warp that has the element looks for it, run by run.
+    Each warp counts its elements with the key. The warp that has the element looks for its load, and in a
+    shifted window for the runs of it.
     """
     window, itemsize, equal = p.plan.window, p.elements.itemsize, p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))
@@ -204,19 +205,25 @@ def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     rest = p.var(number - lower)  # the number among the elements of this warp
     with p.when((rest.bits("s32") > 0) & (rest <= own)):
         at = p.var(p.first_vector)
-        with p.repeat() as again:
-            if window.shifted:
-                elements = [p.element(at + i * itemsize) for i in range(window.run)]
-            else:
-                elements = p.floats(*p.vectors(at, 1))
-            equal = p.var(0, "u32")
-            for x in elements:
-                p.increase(equal, 1, when=p.key(x).equals(key))
-            before, in_runs = p.before(equal)
-            missing = in_runs < rest
-            p.increase(at, LANES * window.run * itemsize, when=missing)
-            p.update(rest, "sub", in_runs, when=missing)
-            again(missing)
+
+        def find(load: Callable[[], list[Value]], step: int) -> tuple[list[Value], Value]:
+            """Advances `at` to the elements of all lanes that have the number. Returns this lane's, and `before`."""
+            with p.repeat() as again:
+                elements = load()
+                equal = p.var(0, "u32")
+                for x in elements:
+                    p.increase(equal, 1, when=p.key(x).equals(key))
+                before, in_all = p.before(equal)
+                missing = in_all < rest
+                p.increase(at, step, when=missing)
+                p.update(rest, "sub", in_all, when=missing)
+                again(missing)
+            return elements, before
+
+        elements, before = find(lambda: p.floats(*p.vectors(at, 1)), WARP_LOAD_BYTES)
+        if window.shifted:
+            runs = range(0, window.run * itemsize, itemsize)
+            elements, before = find(lambda: [p.element(at + i) for i in runs], LANES * window.run * itemsize)
         position, seen = p.position_of(at), p.var(before)
         for i, x in enumerate(elements):
             is_equal = p.key(x).equals(key)
