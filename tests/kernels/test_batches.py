@@ -7,7 +7,15 @@ import pytest
 from benchmarks import invariance
 from tests.support.gpu import on_a_gpu
 
-SHAPES = [(1000, "float32"), (32000, "bfloat16"), (128256, "float32"), (151936, "float16")]
+SHAPES = [
+    (1000, "float32"),
+    (32000, "bfloat16"),
+    (128256, "float32"),
+    (151936, "float16"),
+    (127, "bfloat16"),
+    (50257, "float32"),
+    (50257, "bfloat16"),
+]
 
 
 def rows_that_differ(function, vocab, dtype, implementation):

@@ -247,7 +247,7 @@ class Segment:
         xs = list(zip(self._load(i, size, self.vec, self.before_middle), _as_conditions(mask_blocks)))
         inside = self._inside(i, size)
         if self._writes_masked:
-            self._store(i, size, [self._masked(x, keep)[-1] for x, keep in xs])
+            self._store(i, size, [jnp.where(keep, x[-1], formula.reduction.neutral) for x, keep in xs])
         terms = [self._term(x, keep, here) for (x, keep), here in zip(xs, inside)]
         terms = [x for term in terms for x in blocks.split(term, self.vec)]
         lanes = formula.reduction.add(lanes, terms, self.first_step + i)
@@ -308,10 +308,6 @@ class Segment:
     def _writes_masked(self) -> bool:
         """Whether `reduce` writes masked elements: if each thread reduces the elements that it writes later."""
         return self.job.mask is not None and self.formula.value is not None and not self.parts.has_edges
-
-    def _masked(self, x, keep):
-        """Returns a block of each array; masked elements of the last array are neutral."""
-        return x if keep is None else [*x[:-1], jnp.where(keep, x[-1], self.formula.reduction.neutral)]
 
     def combine_from_device_memory(self):
         """Merges the reductions of the row's segments, which the first launch wrote."""

@@ -6,8 +6,7 @@ numbers, and `plan.Parts` draws segments. A row is merged in one order, wherever
     write_record    the lanes of each warp merge, once for each segment   → a record: a state of each warp
     merged          the warps of a segment merge, then all segments       → the state of the row
 
-So the order depends on the segments only, and not on the number of CTAs that hold them. (In rows that are not aligned
-to 16 bytes, it also follows the address of a segment.)
+So the order depends on the segments only, and not on the number of CTAs that hold them.
 
 `add_logits` adds several logits to the moments of each thread. It takes their maximum first, and rescales the old d and
 t once. Then each logit x takes six instructions, or eight with a temperature. Here a = log2(e) / temperature; with a
