@@ -68,7 +68,7 @@ def test_ptx(v, dtype, ctas, stride, step):
 
 @pytest.mark.parametrize(("v", "dtype"), [(1003, F32), (1003, BF16), (127, F32)], ids=str)
 def test_a_row_has_the_same_bits_at_any_place(v, dtype):
-    for seed in range(5):
+    for seed in range(3):
         x = np.random.default_rng(seed).standard_normal((1, v)).astype(dtype).repeat(4, 0)
         draws = [run_row(plan_of(v, dtype, 1), x, row, (1, 2, 0, 3), F32.type(5)) for row in range(4)]
         for draw in draws[1:]:

@@ -46,6 +46,16 @@ def test_rows_interpreted(plan, dtype, k, names, check):
     check(x, k, names, plan if isinstance(plan, Window) else short(len(names), v, k, dtype))
 
 
+@pytest.mark.parametrize(("dtype", "masked"), first(1, pairs([F32, BF16], [False, True])), ids=str)
+def test_a_row_has_the_same_bits_at_any_place_interpreted(dtype, masked):
+    """Equal rows start at each element of 16 bytes."""
+    vec, rng = 16 // dtype.itemsize, np.random.default_rng(0)
+    x, where = rng.standard_normal((1, 1003)).astype(dtype).repeat(vec, 0), rng.random((1, 1003)) < 0.7
+    results = kernels.topk_rows(x, 5, Window(1003, vec, 2, 1), where if masked else None)
+    for leaf in jax.tree.leaves(results):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
 def test_windows_are_merged_and_crowded_rows_overflow():
     """WINDOWS have no merge, one, and merges of merges. The rows of CROWDED overflow the list.
 
