@@ -109,7 +109,7 @@ def _fill_tail(window, part, x_smem, *, infinite=False):
     if window.body == window.smem_size:
         return
     position = jnp.arange(window.body, window.smem_size) - part.shift
-    inside = position < part.place.owned
+    inside = (position >= 0) & (position < part.place.owned)
     x = jnp.where(inside, part.x_gmem[...][jnp.where(inside, part.place.first + position, 0)], -jnp.inf)
     if part.mask is not None:
         mask_gmem, row = part.mask

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from pallas_softmax._src.gpu import window_arrival
 from pallas_softmax._src.gpu.layout import Tile, Window, merged_tile
 from pallas_softmax._src.gpu.ptx import merging, ranking
 from pallas_softmax._src.gpu.ptx.cta import CtaProgram
@@ -190,6 +191,50 @@ def test_shifted_vectors(dtype):
         words_ = [machine.registers[f"%out{name}"].astype("uint32") for name in results]
         got = np.stack(words_, -1).view(x.dtype).reshape(128, 4 * count, run).swapaxes(0, 1).reshape(-1)
         np.testing.assert_array_equal(got, x[shift:][: 128 * count * vec])
+
+
+ARRIVALS = [
+    (Window(1003, 4, 2, 1), F32), (Window(2501, 8, 2, 1, 2), BF16), (Window(1004, 4, 2, 1), F32),
+    (Window(5, 8, 1, 1), BF16), (Window(1025, 4, 2, 1), F32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype", "columns", "infinite"),
+    first(2, [(*arrival, *mask) for arrival in ARRIVALS for mask in ((None, True), (0, False), (1, True))]),
+    ids=str,
+)
+def test_arrival(window, dtype, columns, infinite):
+    """The tail and the mask of each part of five rows, after the bulk copies. `columns` 0: a mask for each column."""
+    rng, v, rows = np.random.default_rng(0), window.vocab, 5
+    x, bits = rng.standard_normal((rows, v)).astype(dtype), f"u{dtype.itemsize}"
+    columns = v if columns == 0 else columns
+    mask = rng.random(columns or 1) < (1 if columns is None else 0.6)  # one row, for all rows
+    masked = np.array(-np.inf if infinite else 0, dtype).view(bits) if infinite else np.array(-1).astype(bits)
+    for row, part in itertools.product(range(rows), range(window.count)):
+        start, end = int(window.cut.start(part)), int(window.cut.start(part + 1))
+        place = {"first": row * v + start, "owned": end - start, "start": start, "row": 0}
+        shift = place["first"] % window.vec if window.shifted else 0
+        memory = rng.integers(0, 256, 16 * (window.smem_size // window.vec + 1)).astype("u1")
+        in_smem = words(memory, 0, window.smem_size, bits)
+        raw = x.view(bits).reshape(-1)[place["first"] - shift :]
+        in_smem[: window.body] = raw[: window.body]
+        arrays = {"x": ptx.Device(x), "mask": ptx.Device(mask.view("u1"))}
+        tail = window_arrival.tail_program(window, dtype, columns, infinite=infinite)
+        ptx.run(tail, memory, **arrays, **place, smem=0, shift=shift)
+        for i, _ in enumerate(window.copies() if columns else []):
+            count = window.step_blocks if i < window.full else window.rest
+            at = np.arange(i * window.step_blocks, i * window.step_blocks + count)[:, None] * window.block_size
+            at = at + np.arange(window.block_size)  # the positions of each block
+            keep = np.broadcast_to(mask, v)[np.minimum(start + at, v - 1)] & (at < window.body)
+            kept = keep.astype("u1").reshape(count, 128, -1, 4).view("uint32")[..., 0]
+            operands = {f"keep{b}_{j}": kept[b, :, j] for b, j in np.ndindex(count, window.vec // 4)}
+            program = window_arrival.mask_program(window, dtype, count, infinite=infinite)
+            ptx.run(program, memory, x=0, step=i, shift=shift, **operands)
+        want = np.where(mask[start:end] if columns == v else mask, x.view(bits)[row, start:end], masked)
+        np.testing.assert_array_equal(in_smem[shift:][: end - start], want)
+        after = in_smem[shift + end - start :].view(dtype)
+        assert (after.astype(F32) == -np.inf).all()
 
 
 def search_memory(window, x, k):

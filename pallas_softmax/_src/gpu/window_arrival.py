@@ -50,29 +50,34 @@ def fill_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = Fals
 
     A masked element becomes the float of the lowest key, or -inf if `infinite`.
     """
-    element, p = Elements(x_smem.dtype), Program()
     refs = {"x": part.x_gmem, "smem": x_smem}
     numbers = {"first": part.place.first, "owned": part.place.owned, "start": part.place.start, "shift": part.shift}
     if part.mask is not None:
         refs["mask"], numbers["row"] = part.mask
+    columns = None if part.mask is None else refs["mask"].shape[1]
+    insert_ptx(tail_program(window, x_smem.dtype, columns, infinite=infinite), refs, numbers)
+
+
+def tail_program(window: Window, dtype, mask_columns: int | None, *, infinite: bool) -> Program:
+    element, p = Elements(dtype), Program()
     thread, first, owned, start, shift = p.operands("s32", "thread", "first", "owned", "start", "shift")
     for tail in range(window.body, window.smem_size, WARPGROUP):
         at = thread + tail
         x, within, position = p.var(element.neg_inf, f"u{8 * element.itemsize}"), at < window.smem_size, at - shift
         if tail < window.cut.longest + window.vec:
-            inside = within & (position < owned)
+            inside = within & (position.bits("u32") < owned.bits("u32"))  # a short part has no body: it may be negative
             x_at = p.operand("x", "u64") + p.multiply_wide((first + position).bits("u32"), element.itemsize)
             p.load_into([x], x_at, when=inside)
-            if part.mask is not None:
-                columns, keep = refs["mask"].shape[1], p.var(1, "u8")
-                mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), columns)
-                if columns > 1:
+            if mask_columns is not None:
+                mask_at = p.operand("mask", "u64") + p.multiply_wide(p.operand("row", "u32"), mask_columns)
+                if mask_columns > 1:
                     mask_at = mask_at + p.convert((position + start).bits("u32"), "u64")
+                keep = p.var(1, "u8")
                 p.load_into([keep], mask_at, when=inside)
                 masked = p.convert(keep, "u32").equals(0)
                 p.set(x, element.neg_inf if infinite else element.all_ones, when=masked)
         p.store(p.at(p.operand("smem", "u32"), at, element.itemsize), x, when=within)
-    insert_ptx(p, refs, numbers)
+    return p
 
 
 def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
@@ -101,33 +106,7 @@ def mask_step(window: Window, part: WindowPart, x_smem, step, keep, *, infinite:
 
     If the window is shifted, a thread's elements lie across two vectors, and masked ones are written one by one.
     """
-    element, p = Elements(x_smem.dtype), Program()
-    thread_, step_, x = p.operands("u32", "thread", "step", "x")
-    block_bytes = window.block_size * element.itemsize
-    address = p.at(p.at(x, step_, window.step_blocks * block_bytes), thread_, ACCESS_BYTES)
-    first = p.multiply_add(step_, window.step_blocks * window.block_size, thread_ * window.vec)
-    bits = element.neg_inf if infinite else element.all_ones
-    for b in range(len(keep)):
-        in_body = first + b * window.block_size < window.body
-        masked = []
-        for j in range(window.vec):
-            byte = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
-            masked.append(byte.equals(0))
-        if window.shifted:
-            at, x = p.at(address, p.operand("shift", "u32"), element.itemsize), p.var(bits, f"u{8 * element.itemsize}")
-            for j, is_masked in enumerate(masked):
-                p.store(at, x, offset=b * block_bytes + j * element.itemsize, when=is_masked & in_body)
-            continue
-        # Outside the body, another warpgroup may be writing in `fill_tail`: `sample` has several warpgroups.
-        vector = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
-        p.load_into(vector, address, offset=b * block_bytes, when=in_body)
-        for j, is_masked in enumerate(masked):
-            at = j * element.itemsize
-            word, element_bits = vector[at // 4], element.all_ones << 8 * (at % 4)
-            p.update(word, "or", element_bits, when=is_masked)
-            if infinite:  # turns all ones into -inf
-                p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=is_masked)
-        p.store(address, *vector, offset=b * block_bytes, when=in_body)
+    p = mask_program(window, x_smem.dtype, len(keep), infinite=infinite)
 
     @inline(arg_types=(REF, SCALAR, SCALAR, [blocks.layout(window.vec)] * len(keep)))
     def emit(_, x_smem, step, shift, keep):
@@ -137,3 +116,37 @@ def mask_step(window: Window, part: WindowPart, x_smem, step, keep, *, infinite:
         emit_ptx(p, operands)
 
     emit(x_smem, step, part.shift, keep)
+
+
+def mask_program(window: Window, dtype, count: int, *, infinite: bool) -> Program:
+    element, p = Elements(dtype), Program()
+    thread, step, x = p.operands("u32", "thread", "step", "x")
+    block_bytes = window.block_size * element.itemsize
+    address = p.at(p.at(x, step, window.step_blocks * block_bytes), thread, ACCESS_BYTES)
+    first = p.multiply_add(step, window.step_blocks * window.block_size, thread * window.vec)
+    if window.shifted:
+        shift, bits = p.operand("shift", "u32"), element.neg_inf if infinite else element.all_ones
+        first, address = first + shift, p.at(address, shift, element.itemsize)
+        masked_x = p.var(bits, f"u{8 * element.itemsize}")
+    # Outside the body, another warpgroup may be writing in `fill_tail`: `sample` has several warpgroups.
+    for b in range(count):
+        in_body = first + b * window.block_size < window.body
+        masked = []
+        for j in range(window.vec):
+            byte = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
+            masked.append(byte.equals(0))
+        if window.shifted:
+            for j, is_masked in enumerate(masked):
+                in_body = first + (b * window.block_size + j) < window.body
+                p.store(address, masked_x, offset=b * block_bytes + j * element.itemsize, when=is_masked & in_body)
+            continue
+        vector = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
+        p.load_into(vector, address, offset=b * block_bytes, when=in_body)
+        for j, is_masked in enumerate(masked):
+            at = j * element.itemsize
+            word, element_bits = vector[at // 4], element.all_ones << 8 * (at % 4)
+            p.update(word, "or", element_bits, when=is_masked)
+            if infinite:  # turns all ones into -inf
+                p.update(word, "xor", (element.neg_inf ^ element.all_ones) << 8 * (at % 4), when=is_masked)
+        p.store(address, *vector, offset=b * block_bytes, when=in_body)
+    return p
