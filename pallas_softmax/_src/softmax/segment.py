@@ -51,7 +51,7 @@ class Refs(NamedTuple):
 class Segment:
     """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
-    `position` counts from the start of the middle, where step 0 is reduced.
+    Step 0 is reduced from the start of the middle on. A `position` counts from there.
 
     The body passes through shared memory in the steps of `Parts.walk`. Each step uses a slot of shared memory, and the
     barrier with the slot's number. By default, step i uses slot steps_before + i. If a CTA takes several rows in turns,
@@ -96,7 +96,10 @@ class Segment:
         return (lax.rem(jnp.int32(i), jnp.int32(self.walk.steps)) if self.again else i) * self.walk.step_size
 
     def copy_in(self, i) -> None:
-        """Starts the copies of step i, one from each array. The slot's barriers complete when they have arrived."""
+        """Starts the copies of step i, one from each array. The slot's barriers complete when they have arrived.
+
+        All but the last step come with the start of the next one, `Parts.margin`.
+        """
         walk, start = self.walk, self.place.first + self.body_start
 
         def copy(size: int, x_gmem, x_smem, arrived) -> None:
@@ -226,7 +229,7 @@ class Segment:
             lanes = reduction.add(lanes, self._edge_terms(), self.first_step + self.walk.steps)
             if self.formula.counts:
                 lanes = lanes._replace(before=lanes.before + label_rank.in_edges(self))
-        if self.formula.counts and self.vec > 1:
+        if self.formula.counts and self.vec > 1:  # a vector of one element has none after the label
             lanes = lanes._replace(before=lanes.before - label_rank.overcount(self))
         states_ptx.write_record(reduction, lanes, self.refs.records_smem, number)
 
