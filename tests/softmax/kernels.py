@@ -99,6 +99,7 @@ PARTS = [
     (Parts(1024, 8, 1, 2, False), BF16, FEW), (Parts(1024, 4, 2, 1, True), F32, ALL),
     (Parts(5000, 8, 2, 1, True), BF16, FEW), (Parts(1003, 4, 2, 1, True), F32, ALL),
     (Parts(1002, 4, 1, 2, False), F32, FEW[:4]),
+    (Parts(1535, 4, 2, 2, False), F32, FEW[:4]),  # the middle is one block
     # several segments of a CTA: they fill blocks, or overlap in their last block
     (Parts(4096, 4, 2, 1, True, per_cta=4), F32, FEW), (Parts(5000, 8, 1, 1, True, per_cta=4), BF16, FEW),
 ]  # fmt: skip

@@ -160,7 +160,7 @@ def check_window(plan, rows, k, itemsize):
     # all steps before the last fill their copies; a step has whole groups
     assert plan.full in (len(copies), len(copies) - 1)
     assert all(end == (i + 1) * plan.step_blocks * plan.block_size for i, end in enumerate(ends[: plan.full]))
-    assert 0 <= plan.rest <= plan.step_blocks + 1
+    assert 0 <= plan.rest <= plan.step_blocks
     assert plan.step_blocks % plan.group_blocks == 0
     if plan.compact:
         assert itemsize == 4 and plan.count == 1

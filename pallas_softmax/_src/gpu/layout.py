@@ -212,13 +212,14 @@ class Window:
 
     A position counts from the start of the part. Positions after the part hold -inf.
 
-    Thread t of the CTA holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy brings one step. A
-    group is the elements of one thread in `group_blocks` blocks. Once a step has arrived, top-k keeps the largest key
-    of each group. Group number g * 128 + t belongs to thread t and to `group_blocks` blocks from g * group_blocks on.
+    Unless the window is shifted, thread t holds positions t * vec to (t + 1) * vec - 1 of each block. One bulk copy
+    brings one step. A group is the elements of one thread in `group_blocks` blocks. Once a step has arrived, top-k
+    keeps the largest key of each group. Group number g * 128 + t belongs to thread t and to `group_blocks` blocks from
+    g * group_blocks on.
 
     A bulk copy starts at a multiple of 16 bytes. If some part does not, the window is `shifted`: up to vec - 1 elements
     before the part arrive too. Position p is then element p + shift in shared memory, so that a thread has the same
-    positions at any address. It holds single words of a block, `run` elements each, 128 words apart:
+    positions at any address. A thread holds single words of a block, `run` elements each, 128 words apart:
 
         word of the block   | 0 | 1 | .. |127|128| .. |255|256| .. |383|384| .. |511|
         thread              | 0 | 1 | .. |127| 0 | .. |127| 0 | .. |127| 0 | .. |127|
@@ -264,12 +265,12 @@ class Window:
 
     @property
     def full(self) -> int:
-        """Number of steps that lie whole in the body."""
+        """Number of full steps of the body, without the shift."""
         return self.body // (self.block_size * self.step_blocks)
 
     @property
     def rest(self) -> int:
-        """Number of blocks after the full steps, from 0 to step_blocks + 1; they make one last step."""
+        """Number of blocks after the full steps, from 0 to step_blocks; they make one last step."""
         return self.blocks - self.full * self.step_blocks
 
     @property

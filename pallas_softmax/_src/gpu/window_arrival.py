@@ -1,4 +1,4 @@
-"""How a part of a row arrives in its `Window`: bulk copies, the edges around them, and the mask."""
+"""How a part of a row arrives in its `Window`: bulk copies, the tail after them, and the mask."""
 
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def start_copies(window: Window, part: WindowPart, x_smem, arrived) -> None:
 
 @twin
 def fill_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = False) -> None:
-    """Fills the tail of the window. Each thread writes every 128th element: of the part, or -inf after it.
+    """Fills the tail of the window, with the rest of the part and then -inf. A thread writes every 128th element.
 
     A masked element becomes the float of the lowest key, or -inf if `infinite`.
     """
@@ -65,7 +65,7 @@ def tail_program(window: Window, dtype, mask_columns: int | None, *, infinite: b
         at = thread + tail
         x, within, position = p.var(element.neg_inf, f"u{8 * element.itemsize}"), at < window.smem_size, at - shift
         if tail < window.cut.longest + window.vec:
-            inside = within & (position.bits("u32") < owned.bits("u32"))  # a short part has no body: it may be negative
+            inside = within & (position.bits("u32") < owned.bits("u32"))  # without a body, it may be negative
             x_at = p.operand("x", "u64") + p.multiply_wide((first + position).bits("u32"), element.itemsize)
             p.load_into([x], x_at, when=inside)
             if mask_columns is not None:
@@ -91,7 +91,7 @@ def mask_of_step(window: Window, part: WindowPart, i) -> tuple:
         start, held = position + part.place.start, window.body - position
         return blocks.load_mask(mask_gmem, mask_row, start, held, window.vec)
 
-    return tuple(load(b) for b in range(max(window.step_blocks, window.rest)))
+    return tuple(load(b) for b in range(window.step_blocks))
 
 
 @twin
@@ -130,7 +130,6 @@ def mask_program(window: Window, dtype, count: int, *, infinite: bool) -> Progra
         masked_x = p.var(bits, f"u{8 * element.itemsize}")
     # Outside the body, another warpgroup may be writing in `fill_tail`: `sample` has several warpgroups.
     for b in range(count):
-        in_body = first + b * window.block_size < window.body
         masked = []
         for j in range(window.vec):
             byte = p.operand(f"keep{b}_{j // _MASK_BYTES}", "u32") & _BYTE << 8 * (j % _MASK_BYTES)
@@ -140,6 +139,7 @@ def mask_program(window: Window, dtype, count: int, *, infinite: bool) -> Progra
                 in_body = first + (b * window.block_size + j) < window.body
                 p.store(address, masked_x, offset=b * block_bytes + j * element.itemsize, when=is_masked & in_body)
             continue
+        in_body = first + b * window.block_size < window.body
         vector = [p.var(0, "s32") for _ in range(ACCESS_BYTES // 4)]
         p.load_into(vector, address, offset=b * block_bytes, when=in_body)
         for j, is_masked in enumerate(masked):

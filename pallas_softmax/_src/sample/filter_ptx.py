@@ -195,8 +195,8 @@ def find_last_tie(p: PartProgram, kept: Kept) -> tuple[Value, Value, Value]:
 def _position_of_tie(p: PartProgram, key: Value, number: Value) -> Value:
     """Returns the position of element `number`, from 1, of the CTA's elements with this key.
 
-    Each warp counts its elements with the key. The warp that has the element looks for its load, and in a
-    shifted window for the runs of it.
+    Each warp counts its elements with the key. The warp that has the element looks for its load; then, in a shifted
+    window, for its run in that load.
     """
     window, itemsize, equal = p.plan.window, p.elements.itemsize, p.var(0, "u32")
     p.sweep_elements(lambda x: p.increase(equal, 1, when=p.key(x).equals(key)))

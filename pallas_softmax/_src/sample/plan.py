@@ -225,7 +225,7 @@ class StreamPlan:
 
     @property
     def vec(self) -> int:
-        """Number of neighbours that a lane loads at once: 16 bytes, or less, so that each row starts at a vector."""
+        """Number of neighbours that a lane loads at once, up to 16 bytes. Each row starts at a multiple of it."""
         return math.gcd(self.vocab, ACCESS_BYTES // self.itemsize)
 
     @property

@@ -15,7 +15,7 @@ sums does not depend on the number of CTAs.
 
 A warp does this with each step:
 
-    load         in vectors of 16 bytes, or fewer if the rows are not multiples of 16 bytes
+    load         in vectors of up to 16 bytes; elements after the row are -inf
     normalizer   the pair (m, d) of each lane takes its elements in
     list         each lane lists its elements that can still win, see `race_ptx`
     race         rounds: each lane enters two entries, while some lane has more than `KEPT`; after the last step, until

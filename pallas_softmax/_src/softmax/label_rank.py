@@ -105,7 +105,7 @@ def _keys(segment: Any, start):
 
 def _sum_of_counted(segment: Any, start, numbers):
     """Returns the sum of `numbers` over each thread's elements of a block that are in the middle and not masked."""
-    if segment.parts.middle % segment.walk.block_size or segment.parts.overlaps:
+    if segment.parts.middle < segment.walk.padded_length or segment.parts.overlaps:
         numbers = jnp.where(segment.positions() < segment.held - start, numbers, 0.0)
     if segment.job.mask is not None:
         numbers = jnp.where(segment.load_mask_at(start) != 0, numbers, 0.0)

@@ -85,13 +85,14 @@ LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 
 # The same for 16-bit rows with a mask. (1024, 50257) bfloat16 takes 91.6 us, which is 93%; with steps of 4 blocks or 1
 # block it takes 93.9 us. With 4 blocks a thread needs 140 registers, so that a multiprocessor holds only 3 CTAs. With 2
-# blocks it needs 104.
+# blocks it needs 104. Rows with edges have LONG_STEP_BLOCKS: they wait for the mask in each step, twice.
 HALF_MASKED_STEP_BLOCKS = 2
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
-# Registers of each thread for loading the mask ahead; each holds four elements. A step is reduced in about 0.3 us, but
-# a load takes 1 to 2 us when device memory is busy. (1024, 50257) takes 166 us (92%) with 32 registers, 184 us with 8.
-# In longer segments, the mask of a later step moves to other registers one step after its load, and waits for the load.
+# Registers of each thread for loading the mask ahead. Each holds four elements, or one if rows have edges. A step is
+# reduced in about 0.3 us, but a load takes 1 to 2 us when device memory is busy. (1024, 50257) took 166 us (92%) with
+# 32 registers, and 184 us with 8. In longer segments, the mask of a later step moves to other registers one step after
+# its load, and waits for the load.
 MASK_REGISTERS = 32
 
 # --- Rows in turns ------------------------------------------------------------------------------------
@@ -138,13 +139,15 @@ class Parts:
         count = 8   |CTA 0|CTA 1|CTA 2|CTA 3|CTA 4|CTA 5|CTA 6|CTA 7|      few rows
 
     A CTA copies the `body` of each segment to shared memory in bulk. A bulk copy must start and end on 16 bytes of
-    device memory, and is faster from LINE_BYTES on. If rows are not aligned to 16 bytes, a body starts at any element
-    of a line. Then the first and the last EDGE elements of the CTA's only segment are also held in registers:
+    device memory, and is faster from LINE_BYTES on. If rows are not aligned to 16 bytes, a segment starts at any
+    element of a line. Its body starts at a line, up to a line before the middle, and ends up to a line after it. Then
+    the first and the last EDGE elements of the CTA's only segment are also held in registers:
 
         segment  |<-------------------------- length -------------------------->|
         edges    |<- EDGE ->|                                        |<- EDGE ->|
         middle              |<--------------- middle --------------->|
         body             |<-------------------- body -------------------->|
+                         '--' before_middle
         owned    |<------------------------- owned ------------------------->|
                                                                              ^ the next segment starts here
 
@@ -202,7 +205,7 @@ class Parts:
 
     @property
     def margin(self) -> int:
-        """Number of elements between the start of a step in shared memory and where it may be read: up to a line."""
+        """Number of elements that a slot holds after its step: a line, since the middle starts later than the body."""
         return self._line if self.has_edges else 0
 
     @property

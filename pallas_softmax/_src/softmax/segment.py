@@ -51,7 +51,8 @@ class Refs(NamedTuple):
 class Segment:
     """A segment of a row that this CTA holds: the body in shared memory, the edges in registers; see `Parts`.
 
-    Step 0 is reduced from the start of the middle on. A `position` counts from there.
+    Step i is copied and written from the start of the body. It is reduced from the start of the middle, `before_middle`
+    elements later. A `position` counts from there.
 
     The body passes through shared memory in the steps of `Parts.walk`. Each step uses a slot of shared memory, and the
     barrier with the slot's number. By default, step i uses slot steps_before + i. If a CTA takes several rows in turns,
@@ -269,8 +270,9 @@ class Segment:
         """Returns for each block of step i which elements of the middle count here; None where all do."""
         walk, conditions = self.walk, []
         # The last elements of the body may not count: they are after the middle, or belong to the next segment.
+        # If segments overlap, one element marks the last block.
         surplus = walk.length - self.parts.middle + self.parts.overlaps
-        complete = size == walk.step_size and walk.full_steps * size <= walk.length - surplus
+        complete = size == walk.step_size and walk.full_steps * size <= walk.length - surplus  # of the full steps
         for start in range(0, size, walk.block_size):
             end, left = start + walk.block_size, self.held - i * walk.step_size - start
             is_cut = end > size - surplus and not complete

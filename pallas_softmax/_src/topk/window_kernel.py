@@ -140,10 +140,10 @@ def _load_and_reduce(window: Window, part: WindowPart, memory: SearchMemory, arr
         elif copied:
             plgpu.barrier_wait(arrived.at[i])
         if part.mask is not None:
-            if window.shifted:  # other threads may still read a word of this step, and will read what is masked
+            if window.shifted:  # a thread may still read a word that this masks, with the last element before it
                 plgpu.commit_smem()
             window_arrival.mask_step(window, part, memory.x, i, [*keep[:count]])
-            if window.shifted:
+            if window.shifted:  # other threads read what this masks
                 plgpu.commit_smem()
         return _add_step(window, memory, i, count, lane, scale, part), next_keep
 

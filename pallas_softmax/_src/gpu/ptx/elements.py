@@ -58,11 +58,11 @@ class Elements:
         stride: int = 4,
         when: Sequence[Condition] | None = None,
     ) -> list[list[Value]]:
-        """Returns the four words of a vector at each address, a multiple of 16 bytes.
+        """Returns four words for each address: the vector there, at a multiple of 16 bytes.
 
-        With a `shift`, the words start so many elements later, and are `stride` bytes apart. Then the addresses are
-        multiples of 4 bytes. A word of 16-bit elements is made of two, if it does not start at a multiple of 4 bytes. A
-        vector is not loaded unless `when` holds.
+        With a `shift`, they are words that start so many elements later, `stride` bytes apart. Then the addresses are
+        multiples of 4 bytes. Each word of 16-bit elements also reads the 4 bytes after it. `when` has a condition for
+        each address.
         """
         vectors = [[p.fresh("s32") for _ in range(ACCESS_BYTES // 4)] for _ in addresses]
         conditions = when or [None] * len(vectors)
