@@ -89,10 +89,9 @@ LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 HALF_MASKED_STEP_BLOCKS = 2
 MAX_BARRIERS = 32  # most barriers in an array, a limit of Mosaic
 
-# Registers of each thread for loading the mask ahead. Each holds four elements, or one if rows have edges. A step is
-# reduced in about 0.3 us, but a load takes 1 to 2 us when device memory is busy. (1024, 50257) took 166 us (92%) with
-# 32 registers, and 184 us with 8. In longer segments, the mask of a later step moves to other registers one step after
-# its load, and waits for the load.
+# Registers of each thread for loading the mask ahead: of four elements, or of one if rows have edges. A step is reduced
+# in about 0.3 us, but a load takes 1 to 2 us when device memory is busy. (1024, 50257) took 166 us with 32 registers,
+# 184 us with 8. In longer segments, the mask of a later step moves to other registers after a step, and waits.
 MASK_REGISTERS = 32
 
 # --- Rows in turns ------------------------------------------------------------------------------------
@@ -152,9 +151,8 @@ class Parts:
                                                                              ^ the next segment starts here
 
     All segments have the `length` of the longest one, so that the kernel's shapes are static. A segment owns the
-    elements up to the start of the next one. The edges and the middle are reduced: each thread has the same elements
-    wherever the body starts, so that a row has the same bits at any address. The edges and the body are written. An
-    element in both is written twice, with the same bits.
+    elements up to the start of the next one. The edges and the middle are reduced, so a thread has the same elements at
+    any address. The edges and the body are written. An element in both is written twice, with the same bits.
     """
 
     vocab: int  # number of elements of a row
@@ -174,7 +172,8 @@ class Parts:
     @property
     def cut(self) -> Cut:
         """How a row is cut: at lines of device memory, or multiples of 16 bytes, if all rows start there."""
-        unit = next(unit for unit in (self._line, self.vec, 1) if self.vocab % unit == 0)
+        line = LINE_BYTES // hardware.ACCESS_BYTES * self.vec
+        unit = next(unit for unit in (line, self.vec, 1) if self.vocab % unit == 0)
         return Cut(self.vocab, unit, self.count * self.per_cta)
 
     def view(self, rows: int) -> tuple[int, ...]:
@@ -206,22 +205,15 @@ class Parts:
     @property
     def margin(self) -> int:
         """Number of elements that a slot holds after its step: a line, since the middle starts later than the body."""
-        return self._line if self.has_edges else 0
+        return LINE_BYTES // hardware.ACCESS_BYTES * self.vec if self.has_edges else 0
 
     @property
     def body(self) -> int:
         return -(-self.middle // self.vec) * self.vec + self.margin
 
-    @property
-    def _line(self) -> int:
-        return LINE_BYTES // hardware.ACCESS_BYTES * self.vec
-
     def before_middle(self, row, start):
-        """Returns how far before the middle the body of a segment starts: at a line.
-
-        The segment starts at element `start` of row `row`.
-        """
-        return (row * (self.vocab % self._line) + start) % self._line if self.has_edges else 0
+        """Returns how far before the middle the body starts, at a line. The segment starts at element `start`."""
+        return (row * (self.vocab % self.margin) + start) % self.margin if self.has_edges else 0
 
     @property
     def walk(self) -> Walk:
@@ -262,8 +254,7 @@ class Parts:
     @property
     def mask_steps_ahead(self) -> int:
         """Number of steps that loads of the mask run ahead of the reduction."""
-        held = MASK_REGISTERS * min(4, self.read_vec)
-        return min(self.walk.steps, max(1, held // (self.step_blocks * self.vec)))
+        return min(self.walk.steps, max(1, MASK_REGISTERS * min(4, self.read_vec) // (self.step_blocks * self.vec)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,9 +289,8 @@ class _Problem:
         A step has up to `most` blocks, but three steps become two longer ones. Two full steps and a rest are slow: the
         softmax of (1024, 151936) bfloat16 takes 177 us with 4, 4 and 2 blocks, and 156 us with 5 and 5 (H200).
         """
-        most = STEP_BLOCKS
-        if self.masked and self.itemsize == 2:
-            most = HALF_MASKED_STEP_BLOCKS if self.vocab % self.vec == 0 else LONG_STEP_BLOCKS
+        of_half_masked = LONG_STEP_BLOCKS if self.vocab % self.vec else HALF_MASKED_STEP_BLOCKS
+        most = of_half_masked if self.masked and self.itemsize == 2 else STEP_BLOCKS
         longest = self.vocab > self.max_cluster * LONG_SEGMENT_ELEMENTS
         if cluster and not self.located and (self.only_read or longest):
             most = LONG_STEP_BLOCKS
