@@ -59,6 +59,7 @@ def fill_tail(window: Window, part: WindowPart, x_smem, *, infinite: bool = Fals
 
 
 def tail_program(window: Window, dtype, mask_columns: int | None, *, infinite: bool) -> Program:
+    """Returns the program of `fill_tail`. A mask (mask rows, mask_columns) has V columns or one; None: no mask."""
     element, p = Elements(dtype), Program()
     thread, first, owned, start, shift = p.operands("s32", "thread", "first", "owned", "start", "shift")
     for tail in range(window.body, window.smem_size, WARPGROUP):
@@ -119,6 +120,7 @@ def mask_step(window: Window, part: WindowPart, x_smem, step, keep, *, infinite:
 
 
 def mask_program(window: Window, dtype, count: int, *, infinite: bool) -> Program:
+    """Returns the program of `mask_step` for `count` blocks. <keep{b}_{i}> is a word of four bytes of block b."""
     element, p = Elements(dtype), Program()
     thread, step, x = p.operands("u32", "thread", "step", "x")
     block_bytes = window.block_size * element.itemsize
