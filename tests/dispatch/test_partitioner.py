@@ -230,7 +230,7 @@ KERNELS = {
     "filter_logits": (CASES["filter_logits"], {"softmax_topk", "topk_merge", "filter_cutoff"}),
     "token_stats": (CASES["token_stats"], {"token_stats_forward"}),
     "route": (CASES["route"], {"route", "route_grad"}),
-    "linear_cross_entropy": (CASES["linear_cross_entropy"], {"linear_exponentials"}),
+    "linear_cross_entropy": (CASES["linear_cross_entropy"], {"linear_exponentials", "linear_merge"}),
 }
 EXCHANGED = {"sample": {"sample"}, "filter_logits": {"filter_cutoff"}}  # of small shards
 

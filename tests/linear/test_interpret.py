@@ -12,7 +12,7 @@ from pallas_softmax._src.linear.gradients import _dz_of_chunk, _Rows
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, coefficients
 from pallas_softmax._src.linear.projection import Projection
 from tests.support import divergence, linear, twins
-from tests.support.covering import first_values, parameter_id
+from tests.support.covering import parameter_id
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the interpreter of jax 0.10 does not finish these kernels"
@@ -156,14 +156,3 @@ def test_interpreted_sample_where_only_the_quotient_overflows():
     drawn = linear.draws(mosaic_gpu.OPERATIONS, x, w, jnp.float32([t, 1]))
     assert drawn[0][0] == 0
     np.testing.assert_allclose(drawn[2][0], -np.log(320), rtol=1e-5)
-
-
-@pytest.mark.parametrize("tiles", first_values(3, [1, 33, 1100, 31, 1002]))
-def test_tiles_are_added_in_one_order(tiles):
-    """The bits of a row's sum do not depend on the number of rows."""
-    a = np.random.default_rng(0).random((tiles, 100)).astype("float32")
-    total = jax.jit(mosaic_gpu._total)
-    want = np.asarray(total(a))
-    np.testing.assert_allclose(want, a.sum(0, "float64"), rtol=1e-6)
-    for row in (0, 99):
-        np.testing.assert_array_equal(total(a[:, row : row + 1]), want[row : row + 1])

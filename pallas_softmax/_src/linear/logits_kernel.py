@@ -35,6 +35,7 @@ from pallas_softmax._src.gpu.interpreter import interpret, laid_out, twin
 from pallas_softmax._src.gpu.ptx.inline import array, elements, i32, inline, instruction, pack, thread
 from pallas_softmax._src.linear.draw_ptx import BOUNDS, OPERANDS, WORDS, best_sums, keep_bounds
 from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics, Tokens
+from pallas_softmax._src.linear.merge_kernel import Winners
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS, Tiling, plan_projection, rounded_up
 from pallas_softmax._src.linear.product import Overlapped, Place, product, store
 from pallas_softmax._src.linear.several_labels import ROW_LAYOUT, SeveralLabels, pick_logits, sorted_labels
@@ -127,14 +128,6 @@ class Inputs(NamedTuple):
     bias: Any
     labels: Labels | SeveralLabels | None
     inverse_temperature: Any
-
-
-class Winners(NamedTuple):
-    """The best sum of logit and noise in each row of each tile, (tiles, rows)."""
-
-    key: Any  # int32, the sort key of the sum
-    column: Any  # int32, its column; `HIGHEST` if another tile is better, or if no logit can win
-    logit: Any  # float32, before the temperature divides it
 
 
 def row_sums(x, w, bias, tokens: Tokens, reference=None, *, head: Head, stored: Any = None) -> tuple[Statistics, Any]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
@@ -27,16 +26,15 @@ from pallas_softmax._src.linear.chunks import changed_if
 from pallas_softmax._src.linear.gradients import operations_of
 from pallas_softmax._src.linear.logits_kernel import logit_gradients, row_draws, row_sums
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
+from pallas_softmax._src.linear.merge_kernel import Winner, merge_tiles
 from pallas_softmax._src.linear.plan import ATOM_COLUMNS, ATOM_ROWS, TILE_N, rounded_up
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
 from pallas_softmax._src.linear.several_labels import in_given_order
-from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Normalizer
 
 _GUESS_COLUMNS = 128  # the largest logit of this many columns is the reference of a row
 # The largest sum of exp(z - reference): float32 holds it, its inverse, and their products with x and w.
 _LARGEST_SUM = 2.0**64
-_ADDED = 25  # sums of tiles that are added up at once; two kernels of XLA add up 625 tiles, 160,000 columns
 
 
 def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
@@ -59,14 +57,14 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], None, tokens, len(x), head.vocab(w))
+    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], tokens, len(x), head.vocab(w))[0]
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
     if x.dtype.itemsize != 2 or not x.size:  # for example, a teacher in float32
         return xla_projection.logits_and_normalizer(x, w, bias, tokens, head=head)
     sums, z = row_sums(_whole_atoms(x), w, bias, tokens, head=head, stored=jnp.float32)
-    return z[: len(x)], _merged_tiles(sums, None, tokens, len(x), head.vocab(w)).normalizer
+    return z[: len(x)], _merged_tiles(sums, tokens, len(x), head.vocab(w))[0].normalizer
 
 
 def _whole_atoms(x) -> jax.Array:
@@ -75,13 +73,10 @@ def _whole_atoms(x) -> jax.Array:
 
 def draw(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, jax.Array, Normalizer]:
     """Returns the column drawn from each row, its logit before the temperature divides it, and the normalizer."""
-    vocab = head.vocab(w)
     tiles, winners = row_draws(_whole_atoms(x), w, bias, tokens, head=head)
-    winners = jax.tree.map(lambda a: a[:, : len(x)], winners)
-    columns = jnp.where(winners.key == jnp.max(winners.key, 0), winners.column, vocab - 1)
-    column = jnp.min(jnp.minimum(columns, vocab - 1), 0)  # any column in a row without a winner
-    logit = at(winners.logit.T, column[:, None] // TILE_N)[:, 0]
-    return column, logit, _merged_tiles(Statistics(tiles, None, None), None, tokens, len(x), vocab).normalizer
+    sums, winner = _merged_tiles(Statistics(tiles, None, None), tokens, len(x), head.vocab(w), winners=winners)
+    assert winner is not None
+    return *winner, sums.normalizer
 
 
 def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
@@ -101,7 +96,9 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
     if known is None and x.dtype == jnp.bfloat16 and tokens.label_smoothing is None:
         assert not layer.head.entropy  # a gradient with an entropy knows its statistics
         reference, sums, e = _exponentials(layer, x, tokens)
-        found = _merged_tiles(sums, reference, tokens, len(x), layer.vocab).merged(layer.mesh_axes, layer.vocab)
+        m, d = sums.normalizer
+        normalizer = Normalizer(m, d * jnp.exp(reference - normalizers.shift(m)))
+        found = sums._replace(normalizer=normalizer).merged(layer.mesh_axes, layer.vocab)
         coefficients = formulas.coefficients(found, weights, tokens, layer.whole_vocab)
         return found, coefficients, e, coefficients.exp_factor * jnp.exp(reference - coefficients.m)
 
@@ -112,22 +109,24 @@ def dlogits(layer: Projection, x, tokens: Tokens, weights, known):
 
 
 def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
-    """Returns a reference for each row, the sums of its logits z, and exp(z - reference) times the softcap's slope.
+    """Returns a reference for each row, statistics, and exp(z - reference) times the softcap's slope, for logits z.
 
-    The reference is the same on all devices that the columns are spread over.
+    The d of the statistics is the sum of exp(z - reference). The reference is the same on all devices that the columns
+    are spread over.
     """
     w, bias, head, largest = layer.w, layer.columns.bias, layer.head, layer.largest
 
     def exponentials(reference) -> Any:
-        return reference, *row_sums(x, w, bias, tokens, reference, head=head)
+        sums, e = row_sums(x, w, bias, tokens, reference, head=head)
+        return reference, _merged_tiles(sums, tokens, len(x), layer.vocab, plain=True)[0], e
 
     def out_of_range(sums: Statistics):
-        d = largest(jnp.sum(sums.normalizer.d, 0)[: len(x)])
+        d = largest(sums.normalizer.d)
         return (d > _LARGEST_SUM) | (d < 1 / _LARGEST_SUM)
 
     def once_more(first):
         reference, sums, _ = first
-        m = normalizers.shift(largest(jnp.max(sums.normalizer.m, 0)[: len(x)]))
+        m = normalizers.shift(largest(sums.normalizer.m))
         return exponentials(jnp.where(out_of_range(sums), m, reference))
 
     first_w = w[:_GUESS_COLUMNS] if head.transpose_w else w[:, :_GUESS_COLUMNS]
@@ -137,37 +136,14 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
     return changed_if(jnp.any(out_of_range(first[1])), once_more, first)
 
 
-def _merged_tiles(sums: Statistics, reference, tokens: Tokens, rows: int, vocab: int) -> Statistics:
-    """Merges the tiles of each row by ⊕. Their d is relative to m, or to the reference if there is one."""
-    sums = jax.tree.map(lambda a: a[:, :rows] if a.ndim == 2 else a, sums)
-    tiles = sums.normalizer
-    m = jnp.max(tiles.m, 0)
-    if reference is None:
-        normalizer = normalizers.combine_lanes(tiles, 0, lambda a: a[None], m=m, total=lambda a, _: _total(a))
-    else:
-        normalizer = Normalizer(m, _total(tiles.d) * jnp.exp(reference - normalizers.shift(m)))
-    if tokens.labels is None:
-        label_logit = None
-    elif tokens.several:
-        label_logit = in_given_order(sums.label_logit, tokens.labels, vocab)
-    else:
-        is_column = formulas.is_column(tokens.labels, vocab)
-        tile = jnp.where(is_column, tokens.labels, 0) // TILE_N
-        label_logit = jnp.where(is_column, at(sums.label_logit.T, tile[:, None])[:, 0], 0)
-    total, argmax = None if sums.total is None else _total(sums.total), None
-    if sums.argmax is not None:
-        columns = lax.broadcasted_iota(jnp.int32, sums.argmax.shape, 0) * TILE_N + sums.argmax
-        argmax = jnp.min(normalizers.if_largest(columns, tiles.m, m), 0)
-    return Statistics(normalizer, label_logit, total, argmax)
-
-
-def _total(a) -> jax.Array:
-    """Returns the sum over the tiles in a fixed order. The order of XLA's own sum depends on the number of rows."""
-    while len(a) > 1:
-        groups = -(-len(a) // _ADDED)
-        a = jnp.pad(a, ((0, groups * _ADDED - len(a)), (0, 0))).reshape(_ADDED, groups, -1)
-        a = lax.optimization_barrier(normalizers.tree_sum(list(a)))  # XLA might compute it again for each use
-    return a[0]
+def _merged_tiles(
+    sums: Statistics, tokens: Tokens, rows: int, vocab: int, **options
+) -> tuple[Statistics, Winner | None]:
+    """Merges the tiles of each row, with the options of `merge_tiles`."""
+    if tokens.labels is None or not tokens.several:
+        return merge_tiles(sums, tokens.labels, rows=rows, vocab=vocab, **options)
+    merged, winner = merge_tiles(sums._replace(label_logit=None), rows=rows, vocab=vocab, **options)
+    return merged._replace(label_logit=in_given_order(sums.label_logit, tokens.labels, vocab)), winner
 
 
 def bytes_per_logit(itemsize: int) -> tuple[float, float]:
