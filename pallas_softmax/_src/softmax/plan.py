@@ -65,9 +65,6 @@ HALF_STATS_PART_ELEMENTS = 33_000  # in several CTAs
 
 # --- Two launches -------------------------------------------------------------------------------------
 
-# Most bytes of a segment in a cluster, over both arrays of a backward. The softmax backward of (1024, 262144), with
-# 131,072 bytes, takes 869 us in a cluster and 750 us in two launches (H200). (1024, 151936) takes 397 us and 542 us.
-BACKWARD_SEGMENT_BYTES = 120_000
 SPLIT = 256  # in two launches, the number of segments is a multiple of this: about two per multiprocessor
 
 # --- Steps --------------------------------------------------------------------------------------------
@@ -102,6 +99,9 @@ MASK_REGISTERS = 32
 #                                no turns    4 turns    8 turns    all rows by 7 clusters
 #     (512, 500009)               777 us     730 us     715 us            695 us
 #     (256, 1000000) bfloat16     454 us     417 us     397 us            384 us
+#     backward on an H200:
+#     (1024, 262144)              926 us                794 us     (two launches: 1191 us)
+#     (2000, 516096) bfloat16    1643 us               1406 us     (two launches: 2290 us)
 #
 # A GPU may have room for more or fewer clusters than FULL_CLUSTERS: the number differs from chip to chip. Short turns
 # then leave less of the GPU idle.
@@ -302,8 +302,10 @@ class _Problem:
 
     def fits(self, parts: Parts) -> bool:
         """Whether a CTA has the shared memory and the barriers for these parts."""
-        smem = parts.smem_elements * self.itemsize * self.arrays
-        return smem <= self.smem and parts.barriers <= MAX_BARRIERS
+        return self.smem_bytes(parts) <= self.smem and parts.barriers <= MAX_BARRIERS
+
+    def smem_bytes(self, parts: Parts) -> int:
+        return parts.smem_elements * self.itemsize * self.arrays
 
 
 def plan_softmax(
@@ -335,8 +337,7 @@ def plan_softmax(
     if vocab * problem.arrays <= (UNALIGNED_TILE_ELEMENTS if vocab % problem.vec else TILE_ELEMENTS):
         return short_row_tile(vocab, problem.itemsize)
     clustered = _in_cluster(problem)
-    backward_bytes = clustered.length * problem.itemsize * 2 if problem.arrays == 2 else 0
-    if problem.fits(clustered) and backward_bytes <= BACKWARD_SEGMENT_BYTES:
+    if problem.fits(clustered):
         return _in_turns_if_alone(problem, clustered)
     return _reading_again(problem, clustered) or _in_two_launches(problem)
 
@@ -397,9 +398,8 @@ def _part_elements(problem: _Problem, count: int) -> int:
 
 def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
     """Returns parts that fit. Clusters take rows in turns if each CTA is alone on its multiprocessor."""
-    alone = 2 * clustered.smem_elements * problem.itemsize > problem.smem and clustered.per_cta == 1
-    # A backward needs no turns: it has little arithmetic, and reaches 94% without them.
-    pays = problem.rows > hardware.FULL_CLUSTERS and problem.arrays == 1 and not problem.only_read
+    alone = 2 * problem.smem_bytes(clustered) > problem.smem and clustered.per_cta == 1
+    pays = problem.rows > hardware.FULL_CLUSTERS and not problem.only_read
     if problem.hopper and alone and pays and not (in_turns := _in_turns(problem, clustered)).again:
         return in_turns
     return clustered
