@@ -57,7 +57,8 @@ def plan(call: Call, capability: tuple[int, int]) -> None | Refusal:
 
 
 def statistics(x, w, bias, tokens: Tokens, *, head: Head) -> Statistics:
-    return _merged_tiles(row_sums(x, w, bias, tokens, head=head)[0], tokens, len(x), head.vocab(w))[0]
+    sums, _ = row_sums(_whole_atoms(x), w, bias, tokens, head=head)
+    return _merged_tiles(sums, tokens, len(x), head.vocab(w))[0]
 
 
 def logits(x, w, bias, tokens: Tokens, *, head: Head) -> tuple[jax.Array, Normalizer]:
@@ -162,12 +163,11 @@ def _on_whole_atoms(
 ):
     """Runs an operation on arrays of whole swizzle atoms; other arrays are padded first.
 
-    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. The new rows have
-    x = 0 and weight 0, and the other numbers of the last row. A draw gets no new rows, because they would be drawn too:
-    `logits` and `draw` pad only x.
+    Padding copies w if D or V is not a multiple of 64. Few vocabularies need that; 50,257 is one. A gradient gets new
+    rows, with x = 0 and weight 0, and the other numbers of the last row. Otherwise, the functions of a chunk pad x.
     """
     (n, depth), vocab = x.shape, head.vocab(w)
-    rows = n if name == "projection_sample" else rounded_up(n, ATOM_ROWS)
+    rows = rounded_up(n, ATOM_ROWS) if name == "projection_grad" else n
     deep, wide = rounded_up(depth, ATOM_COLUMNS), rounded_up(vocab, ATOM_COLUMNS)
     teacher_depth = 0 if head.teacher is None else tokens.teacher_x.shape[1]
     teacher_deep = rounded_up(teacher_depth, ATOM_COLUMNS)
@@ -190,8 +190,8 @@ def _on_whole_atoms(
         head = dataclasses.replace(head, teacher=dataclasses.replace(head.teacher, columns=vocab))
     head = dataclasses.replace(head, columns=vocab)
     results = operation(extended(x, rows, deep), w, columns, tokens, *per_token, head=head, **static)
-    if name in ("projection", "projection_sample"):
-        return jax.tree.map(lambda a: a[:n], results)
+    if name != "projection_grad":
+        return results
     statistics, dx, dw, dbias = results
     dw = dw[:vocab, :depth] if head.transpose_w else dw[:depth, :vocab]
     dbias = None if dbias is None else dbias[:vocab]
