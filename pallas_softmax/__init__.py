@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _register = _export.register_namedtuple_serialization
 for _type in (Routing, Sample, TokenStats, TopK, Verified):
     _register(_type, serialized_name=f"pallas_softmax.{_type.__name__}")
-for _type in (online.Moments, online.Normalizer):
+for _type in (online.Candidates, online.Moments, online.Normalizer):
     _register(_type, serialized_name=f"pallas_softmax.online.{_type.__name__}")
 
 __all__ = [

@@ -67,13 +67,14 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
 
     Args:
       a: `Normalizer`s or `Moments` of sets of logits, one for each element of the fields.
-      b: the same of other sets. Its fields broadcast to the fields of `a`.
-      scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale).
+      b: the same of other sets. All fields broadcast to one shape.
+      scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale). It broadcasts
+        like the fields.
 
     Raises:
       TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; a field is not a floating or
         complex array; or `scale` is not a real number or an array of real numbers.
-      ValueError: the fields do not broadcast to one shape.
+      ValueError: the fields and `scale` do not broadcast to one shape.
 
     Examples:
       >>> a = ps.online.reduce(jnp.ones(3))  # m = 1, d = 3
@@ -92,12 +93,17 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
             else:
                 _floats("combine", f"{name}.{field}", value)
     if scale is not None:
-        arguments.real_array("online.combine", "scale", scale, "a real number or an array of real numbers")
-    shapes = [*map(jnp.shape, (*a, *b))]
+        scale = arguments.real_array("online.combine", "scale", scale, "a real number or an array of real numbers")
+        dtype = jnp.finfo(jnp.result_type(a.m)).dtype  # float32 for complex64
+        scale = scale.astype(dtype) if scale.dtype.itemsize < dtype.itemsize else scale
+    shapes = [*map(jnp.shape, jax.tree.leaves((a, b, scale)))]
     try:
-        jnp.broadcast_shapes(*shapes)
+        shape = jnp.broadcast_shapes(*shapes)
     except ValueError:
-        raise ValueError(f"online.combine: the fields of a and b must broadcast, got the shapes {shapes}") from None
+        raise ValueError(
+            f"online.combine: the fields of a and b, and scale, must broadcast, got the shapes {shapes}"
+        ) from None
+    a, b, scale = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (a, b, scale))
     return normalizers.combine(a, b, scale=scale)
 
 
@@ -205,8 +211,8 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       k: number of winners, at most the candidates of both lists.
 
     Raises:
-      TypeError: `a` or `b` is not a pair, values are not real numbers or bools, indices are not integers, the dtypes of
-        the values differ, or `k` is not an integer.
+      TypeError: `a` or `b` is not a pair, values are not real numbers or bools, indices are not integers or are uint32,
+        the dtypes of the values differ, or `k` is not an integer.
       ValueError: `k` is out of range, or the shapes do not fit.
 
     Examples:
@@ -236,6 +242,6 @@ def _candidates(name: str, given) -> tuple[jax.Array, jax.Array]:
     values, indices = (arguments.array("online.merge", f"{name}.{of}", x) for of, x in zip(Candidates._fields, given))
     if values.dtype != bool:
         arguments.real_array("online.merge", f"{name}.values", values, "an array of real numbers or bools")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"online.merge: {name}.indices must be integers, got {indices.dtype.name}")
-    return values, indices
+    if not jnp.issubdtype(indices.dtype, jnp.integer) or indices.dtype in (jnp.uint32, jnp.uint64):
+        raise TypeError(f"online.merge: {name}.indices must be integers, int32 for example, got {indices.dtype.name}")
+    return values, indices if indices.dtype.itemsize > 4 else indices.astype(jnp.int32)

@@ -6,7 +6,7 @@ the argument, for messages. A function "for `at_once`" checks a number as the us
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,11 +133,11 @@ def in_range(function: str, name: str, value, accepted: Callable, wanted: str, *
     is_integer = jnp.issubdtype(number.dtype, jnp.integer)
     if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
         kind = "an integer" if integer else "a real number"
-        raise TypeError(f"{function}: {name} must be {kind}, or one per row, got {number.dtype.name}")
+        raise TypeError(f"{function}: {name} must be {kind}, {wanted}, got {number.dtype.name}")
     if not is_known(value):
         return value
-    # in float16, 1e-37 would be 0
-    if not np.all(accepted(number if integer else number.astype(np.float64))):
+    # Compared like a traced one, in its own dtype; but in float16, 1e-37 would be 0.
+    if not np.all(accepted(number if integer or number.dtype.itemsize >= 4 else number.astype(np.float32))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     stays = not integer or (isinstance(value, jax.Array) and not has_wide_integers(value))  # on the device
     return value if stays else to_int32(number, _INT32.min)
@@ -151,11 +151,11 @@ def known_temperature(function: str, temperature, logits) -> Any:
     known = np.asarray(jax.device_get(temperature))
     if known.ndim == 0 and known == 1:
         return None
-    # A positive temperature is never 0, whatever its dtype becomes.
+    # A positive temperature is neither 0 nor infinite, whatever its dtype becomes.
     is_wide = jax.config.jax_enable_x64 and getattr(getattr(logits, "dtype", None), "itemsize", 8) == 8
-    least = np.finfo(np.float64 if is_wide else np.float32).smallest_subnormal
-    is_less = (known > 0) & (known < least)
-    return np.where(is_less, least, known) if np.any(is_less) else temperature
+    limits = np.finfo(np.float64 if is_wide else np.float32)
+    fitted = np.where(known > 0, np.clip(known.astype(np.float64), limits.smallest_subnormal, limits.max), known)
+    return fitted if np.any(fitted != known) else temperature
 
 
 _LARGEST_TOP_P = 1 + 1e-6  # sums of float32 probabilities may exceed 1 by rounding
@@ -172,7 +172,7 @@ _NUMBERS: dict[str, Callable] = {
     **dict.fromkeys(("a", "b"), real_numbers),
     "bias": parameter,
     **dict.fromkeys(("labels", "draft_tokens"), known_labels),
-    "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
+    "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="of any size", integer=True),
     **{
         name: functools.partial(in_range, accepted=accepted, wanted=wanted, integer=name == "top_k")
         for name, (accepted, wanted, _) in FILTERS.items()
@@ -264,13 +264,18 @@ def last_axis(
     where = None if where is None else mask(function, where, x.shape)
     x, where = stored((x, where))  # plain forms compare several readings of an element
     where = None if where is None else jnp.moveaxis(where, axis, -1)
-    for name, a in per_row:
-        if a is not None and varies(a, mesh_axes):
-            raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
+    check_replicated(function, axis_name, per_row)
     call = describe(operation, x, (axis,), where, mesh_axes, k, function=function)
     arrays = share_sharding(jnp.moveaxis(x, axis, -1), where, *(a for _, a in per_row))
     arrays = vary_together(*arrays, but=mesh_axes)
     return call, [*vary_together(*arrays[:2], over=mesh_axes), *arrays[2:]]
+
+
+def check_replicated(function: str, axis_name: AxisName, arrays: Iterable[tuple[str, Any]]) -> None:
+    """Raises if an array, given as (name for messages, array or None), may differ along `axis_name`, a bound name."""
+    for name, a in arrays:
+        if a is not None and varies(a, check_axis_name(function, axis_name)):
+            raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
 
 
 def broadcast(function: str, name: str, x: jax.Array, other_name: str, other: jax.Array) -> jax.Array:

@@ -106,12 +106,15 @@ def fold_numbers(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(a, (*batch, a.shape[-1])).reshape(math.prod(batch), -1)
 
 
+def one_per_row(a: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Returns one number for each row of the batch, (rows,), or one for all, (1,)."""
+    return (fold_numbers(a, batch) if a.size > 1 else a).reshape(-1)
+
+
 def fold_topk(logits: jax.Array, where, temperature: jax.Array | None) -> tuple:
     """Returns the results of `fold` along the last axis, with the temperatures, (1,) or (rows,), in the third place.
 
     `temperature` has one element, or one for each row (..., 1), or is None.
     """
     (x,), mask, unfold = fold([logits], where, (logits.ndim - 1,))
-    if temperature is not None and temperature.size > 1:
-        temperature = fold_numbers(temperature, logits.shape[:-1])
-    return x, mask, None if temperature is None else temperature.reshape(-1), unfold
+    return x, mask, None if temperature is None else one_per_row(temperature, logits.shape[:-1]), unfold

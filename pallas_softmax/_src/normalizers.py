@@ -36,7 +36,7 @@ CHUNK = 2**16
 # with those around them. On a GPU, each reduction would be a kernel of its own.
 _FEW = 8
 
-# exp of this is 0 in every dtype, and its product with a sum of exponentials is finite.
+# exp of this is 0, and its product with a sum of exponentials is finite. Some 8-bit floats end earlier.
 FAR = -1e4
 
 
@@ -120,7 +120,7 @@ def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
 
 def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
     """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
-    return jnp.maximum(below(x, shift, scale), FAR)
+    return jnp.maximum(below(x, shift, scale), max(FAR, float(jnp.finfo(x.dtype).min)))
 
 
 def combine(a: Sums, b: Sums, *, scale: "ArrayLike | Scale | None" = None) -> Sums:

@@ -122,7 +122,7 @@ def test_integers_of_64_bits_that_fit_are_as_before():
 @pytest.mark.parametrize(
     "temperature", [np.float16(-1e-7), ml_dtypes.bfloat16(1e-38), jnp.full((), -1, jnp.int4)], ids=str
 )
-def test_the_range_of_a_narrow_number_is_checked_in_float64(temperature):
+def test_the_range_of_a_narrow_number_is_checked_in_float32(temperature):
     """1e-37 is 0 in float16."""
     with pytest.raises(ValueError, match="temperature must be 0, or from 1e-37 to 1e37"):
         call("linear_log_probs", temperature=temperature)

@@ -107,3 +107,24 @@ def test_a_traced_negative_temperature_gives_nan(name, temperature):
     x, _ = logits(1.0, 1)
     results = jax.tree.leaves(jax.jit(FUNCTIONS[name])(x, np.float32(temperature)))
     assert np.isnan(results[0] if results[0].dtype == np.float32 else results[1]).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_temperatures_beyond_float32_are_the_largest_float32(name):
+    x, function = np.float32([[0, 1, 3e38, -1, -3e38]]), FUNCTIONS[name]
+    x = np.concatenate([x, x[:, ::-1]])
+    want = function(x, np.finfo(np.float32).max)
+    for t in (np.inf, 1e300, np.float64(1e39), np.array([1e300, np.inf])):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), function(x, t), want)
+
+
+@pytest.mark.parametrize("limit", [1e-37, 1e37])
+def test_the_limits_of_a_projection_in_float32(limit):
+    """In float64, the float32 number next to 1e-37 is below it. Known and traced ones are both accepted."""
+    x, f = np.eye(2, dtype=np.float32), ps.linear_logsumexp
+    want = jax.jit(lambda t: f(x, x, temperature=t))(np.float32(limit))
+    assert np.isfinite(want).all()
+    for t in (np.float32(limit), jnp.float32(limit), limit):
+        np.testing.assert_array_equal(f(x, x, temperature=t), want)
+    assert np.isfinite(f(x, x, softcap=np.float32(limit))).all()

@@ -11,8 +11,9 @@ import pallas_softmax as ps
 from pallas_softmax._src.linear.chunks import chunk_rows
 from pallas_softmax._src.linear.gradients import gradient_rows
 from tests.support.covering import first_values
-from tests.support.linear import EACH, MEMORY, arrays, floats, of_size
+from tests.support.linear import EACH, MEMORY, arrays, of_size
 from tests.support.lowering import array
+from tests.support.trees import floats_of
 
 
 def dots(program):
@@ -77,7 +78,7 @@ def test_products_of_kept_tokens(name):
     x, w, labels, _ = arrays(2048, 8, 100, "float32")
 
     def f(x, where):
-        return sum(map(jnp.sum, floats(EACH[name.removeprefix("gradient of ")](x, w, labels, where=where))))
+        return sum(map(jnp.sum, floats_of(EACH[name.removeprefix("gradient of ")](x, w, labels, where=where))))
 
     def rows(where):
         text = str(jax.make_jaxpr(jax.grad(f) if name.startswith("gradient") else f)(x, where))

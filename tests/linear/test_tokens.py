@@ -13,6 +13,7 @@ import pallas_softmax as ps
 from tests.support import linear, oracle
 from tests.support.covering import first, first_values
 from tests.support.divergence import BETAS
+from tests.support.trees import floats_of
 
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -175,7 +176,7 @@ def test_gradients_at_temperature_0(name):
     def gradients(x, w, t, labels):
         def total(x, w):
             results = f(x, w, labels, temperature=t, workspace_bytes=linear.workspace(50, 8))
-            return sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 0)) for a in linear.floats(results)), results
+            return sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 0)) for a in floats_of(results)), results
 
         return jax.grad(total, (0, 1), has_aux=True)(x, w)
 

@@ -306,7 +306,48 @@ def test_what_does_not_fit_is_refused():
     for bad in (None, (values, indices, indices)):
         refused("a must be Candidates, got", online.merge, bad, good, 2)
     refused("a.values must be .* real numbers or bools, got complex64", online.merge, (values + 1j, indices), good, 2)
-    refused("b.indices must be integers, got float32", online.merge, good, (values, values), 2)
+    for wrong in (values, indices.astype(jnp.uint32)):  # uint32 might wrap
+        refused("b.indices must be integers, .*, got (float32|uint32)", online.merge, good, (values, wrong), 2)
+    refused("and scale, must broadcast", online.combine, pair, pair, scale=jnp.ones(2), error=ValueError)
+
+
+def test_combine_under_strict_promotion():
+    """Fields of other ranks, and a narrower scale, give what they give when JAX promotes them."""
+    a, b = online.reduce(jnp.arange(6.0).reshape(2, 3), 0), online.reduce(jnp.arange(3.0))
+    scale = jnp.float16(0.5)
+    want = online.combine(a, jax.tree.map(lambda x: x[None], b), scale=jnp.full((1, 3), 0.5))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        got = online.combine(a, b, scale=scale), online.combine(a, b, scale=jnp.full(3, 0.5))
+    for each in got:
+        jax.tree.map(np.testing.assert_array_equal, each, want)
+        assert each.d.dtype == jnp.float32
+
+
+def test_moments_of_a_float_that_ends_below_10000():
+    x = jnp.array([1, 2, 3], "float8_e4m3fn")
+    found, wide = (online.scan(a, of=Moments) for a in (x, x.astype(jnp.float32)))
+    for got, want in zip(found, wide):
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0.1)
+
+
+def test_programs_that_return_candidates_can_be_stored():
+    def best(x):
+        candidates = Candidates(*jax.lax.top_k(x, 2))
+        return online.merge(candidates, candidates, 3)
+
+    x = jnp.arange(4.0)
+    stored = jax.export.export(jax.jit(best))(x).serialize()
+    found, want = jax.export.deserialize(stored).call(x), best(x)
+    assert isinstance(found, Candidates)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
+def test_merged_indices_are_int32(dtype):
+    a, b = (Candidates(jnp.array(v), jnp.array(i, t)) for v, i, t in (([2.0], [3], dtype), ([1.0], [100], "int8")))
+    indices = online.merge(a, b, 2).indices
+    assert indices.dtype == jnp.int32
+    np.testing.assert_array_equal(indices, [3, 100])
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint4", "bool"])

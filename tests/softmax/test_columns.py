@@ -52,18 +52,14 @@ def test_adjacent_axes(name, axes):
     rng = np.random.default_rng(4)
     arrays = rng.standard_normal((2 if name in oracle.BACKWARD else 1, 2, 20, 2, 16)).astype(F32)
 
-    def rows(a):
-        moved = np.moveaxis(a, axes, range(-len(axes), 0))
-        return moved.reshape(-1, np.prod(moved.shape[-len(axes) :]))
-
     vocab, inner = np.prod([arrays[0].shape[a] for a in axes]), np.prod(arrays[0].shape[axes[-1] + 1 :])
     plan = kernels.plan_columns(name, arrays[0].size // (vocab * inner), int(vocab), int(inner), F32)
     assert isinstance(plan, Tile)
     got = kernels.softmax_rows(name, arrays, axes=axes)
     kept = tuple(1 if a in axes and name == "logsumexp" else n for a, n in enumerate(arrays[0].shape))
     assert got.shape == kept
-    folded = [rows(a) for a in arrays]
-    bounds.assert_operation(name, rows(got), folded)
+    got, *folded = (cases.along_last(a, axes) for a in (got, *arrays))
+    bounds.assert_operation(name, got, folded)
 
 
 SHAPES = [

@@ -57,11 +57,11 @@ def normalizer_unit(x, where=None):
     return oracle.row_sum(terms, oracle.unmasked(x, where), -1)
 
 
-def softmax_grad_unit(y, dy, where=None):
+def softmax_grad_unit(y, dy, where=None, axis=-1):
     """Returns y times the absolute values of both sides of the subtraction."""
     y, dy, kept = np.abs(oracle.wide(y)), np.abs(oracle.wide(dy)), oracle.unmasked(y, where)
     with np.errstate(all="ignore"):
-        return y * (dy + oracle.row_sum(y * dy, kept, -1))
+        return y * (dy + oracle.row_sum(y * dy, kept, axis))
 
 
 def log_softmax_grad_unit(y, dy, where=None):
@@ -73,8 +73,7 @@ def log_softmax_grad_unit(y, dy, where=None):
 
 
 def softmax_vjp_unit(x, g, axis=-1, where=None):
-    unit, kept, g = softmax_unit(x, axis, where), oracle.unmasked(x, where), np.abs(oracle.wide(g))
-    return unit * (g + oracle.row_sum(g * unit, kept, axis))
+    return softmax_grad_unit(softmax_unit(x, axis, where), g, where, axis)
 
 
 def log_softmax_vjp_unit(x, g, axis=-1, where=None):
@@ -90,19 +89,12 @@ def logsumexp_vjp_unit(x, g, axis=-1, where=None):
 
 
 def fused_topk_unit(x, k, where=None, temperature=1.0, log=False):
-    indices = oracle.topk_indices(x, k, where)
-    x, temperature = oracle.at_limit(x, where, temperature)
-    unit = (log_softmax_unit if log else softmax_unit)(oracle.tempered(x, temperature), -1, where)
-    return np.take_along_axis(unit, indices, -1)
+    return oracle.fused_topk(x, k, where, temperature, log, (softmax_unit, log_softmax_unit))[0]
 
 
 def fused_topk_vjp_unit(x, g, k, where=None, temperature=1.0, log=False):
-    temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
-    z = oracle.tempered(x, temperature)
-    t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
-    of_row = np.zeros(z.shape, z.dtype)
-    np.put_along_axis(of_row, oracle.topk_indices(x, k, where), np.abs(oracle.wide(g)), -1)
-    dz = (log_softmax_vjp_unit if log else softmax_vjp_unit)(z, of_row, -1, where)
+    of_row = log_softmax_vjp_unit if log else softmax_vjp_unit
+    z, t, dz = oracle.topk_pullback(x, np.abs(g), k, where, temperature, of_row)
     # x_j enters the temperature's gradient relative to the row's mean, not to 0.
     return dz / t, np.sum(dz * _distance(z, -1, where), -1) / t[..., 0]
 

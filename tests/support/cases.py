@@ -165,6 +165,12 @@ def spoil_masked(x, where):
     return np.where(where, x, hidden)
 
 
+def along_last(a, axes):
+    """Returns rows along these axes as rows along the last axis."""
+    moved = np.moveaxis(a, axes, range(-len(axes), 0))
+    return moved.reshape(*moved.shape[: -len(axes)], -1)
+
+
 # Ways to broadcast a mask to (2, 3, 2, V): no broadcast, along the row, and along every kind of batch dimension.
 BATCH = (2, 3, 2)
 BROADCASTS = ("bhqv", "111v", "bhq1", "b11v", "1h11", "b1q1", "1hqv", "1111")

@@ -23,10 +23,15 @@ def output_of(*arguments, **options):
     return done.stdout
 
 
+def environment(**changed):
+    """Returns the environment of a program that imports the package and the tests."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path} | changed
+
+
 def child(script, *arguments, cpu_devices=None):
     """Starts a program of tests/programs on `cpu_devices` CPU devices, or on the machine's GPUs."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path}
+    env = environment()
     if cpu_devices is not None:
         # Most of the time is compilation.
         flags = f"--xla_force_host_platform_device_count={cpu_devices} --xla_backend_optimization_level=0"

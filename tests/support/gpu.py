@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pallas_softmax as ps
 from pallas_softmax._src.topk import plan as topk_plan
 from pallas_softmax._src.triton import checks
 from pallas_softmax._src.triton import plan as triton_plan
-from tests.support import bounds, cases, oracle
+from tests.support import bounds, cases, children, oracle
 from tests.support.cases import ALL, F32
 
 THREADS = 14  # threads that compile
@@ -202,10 +201,6 @@ def run_under(tool, *options, script, arguments=()):
     path = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if path is None:
         pytest.skip(f"{tool} is neither on the PATH nor in /usr/local/cuda/bin")
-    tests = Path(__file__).parents[1]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds most of the memory
-    }
-    command = [path, *options, sys.executable, str(tests / "programs" / script), *arguments]
+    env = children.environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # this process holds most of the memory
+    command = [path, *options, sys.executable, str(children.PROGRAMS / script), *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

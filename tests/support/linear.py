@@ -30,6 +30,7 @@ from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.operation import SAMPLE
 from tests.support import oracle
 from tests.support.oracle import wide
+from tests.support.trees import floats_of
 
 ROWS = 40  # rows of a chunk: fewer than the tokens, and not a divisor of their number
 FEATURES = {
@@ -564,10 +565,6 @@ MEANS = {
 }
 
 
-def floats(results):
-    return [a for a in jax.tree.leaves(results) if a.dtype != jnp.int32]
-
-
 def assert_left_out_tokens_do_not_matter(names, dtype, share, *, n=1100, depth=24, vocab=300, offset=0, **static):
     """Asserts that results and gradients are those without the tokens that are left out, which get 0.
 
@@ -589,7 +586,7 @@ def assert_left_out_tokens_do_not_matter(names, dtype, share, *, n=1100, depth=2
         def total(x, w, bias):
             options = {"bias": bias + offset, "where": where, "temperature": 0.7, **static}
             results = {name: (EACH | MEANS)[name](x, w, labels, **options) for name in names}
-            return sum(jnp.sum(a.T * (g if a.ndim else 1)) for a in floats(results)), results
+            return sum(jnp.sum(a.T * (g if a.ndim else 1)) for a in floats_of(results)), results
 
         return jax.grad(total, (0, 1, 2), has_aux=True)(x, w, bias)
 

@@ -69,13 +69,11 @@ def logsumexp(x, axis=None, where=None, keepdims=False):
 
 
 def softmax_vjp(x, g, axis=-1, where=None):
-    p, kept, g = softmax(x, axis, where), unmasked(x, where), wide(g)
-    return np.where(kept, p * (g - row_sum(g * p, kept, axis)), 0)
+    return softmax_grad(softmax(x, axis, where), g, where, axis)
 
 
 def log_softmax_vjp(x, g, axis=-1, where=None):
-    p, kept, g = softmax(x, axis, where), unmasked(x, where), wide(g)
-    return np.where(kept, g - p * row_sum(g, kept, axis), 0)
+    return log_softmax_grad(log_softmax(x, axis, where), g, where, axis)
 
 
 def logsumexp_vjp(x, g, axis=-1, where=None):
@@ -93,18 +91,18 @@ def normalizer(x, where=None):
         return m, row_sum(np.exp(x - np.where(m == -np.inf, 0, m)), kept, -1)
 
 
-def softmax_grad(y, dy, where=None):
-    """Returns the gradient along the last axis from the stored, rounded y; it is 0 where masked."""
+def softmax_grad(y, dy, where=None, axis=-1):
+    """Returns the gradient from the result y, which may be stored and rounded; it is 0 where masked."""
     y, kept = wide(y), unmasked(y, where)
     with np.errstate(all="ignore"):
-        return np.where(kept, y * (wide(dy) - row_sum(y * wide(dy), kept, -1)), 0)
+        return np.where(kept, y * (wide(dy) - row_sum(y * wide(dy), kept, axis)), 0)
 
 
-def log_softmax_grad(y, dy, where=None):
-    """Returns the gradient along the last axis from the stored, rounded y, which is -inf where masked."""
+def log_softmax_grad(y, dy, where=None, axis=-1):
+    """Returns the gradient from the result y, as `softmax_grad`; y is -inf where masked."""
     y, kept = wide(y), unmasked(y, where)
     with np.errstate(all="ignore"):
-        return np.where(kept, wide(dy) - np.exp(y) * row_sum(wide(dy), kept, -1), 0)
+        return np.where(kept, wide(dy) - np.exp(y) * row_sum(wide(dy), kept, axis), 0)
 
 
 def order_key(x):
@@ -166,26 +164,33 @@ def at_limit(x, where, temperature):
     return np.where((t == 0)[..., None] & kept & below, -np.inf, x), np.where(t == 0, 1, t)
 
 
-def fused_topk(x, k, where=None, temperature=1.0, log=False):
-    """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these indices."""
+def fused_topk(x, k, where=None, temperature=1.0, log=False, of_row=(softmax, log_softmax)):
+    """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these indices.
+
+    bounds.py has other functions `of_row`, without and with a logarithm.
+    """
     indices = topk_indices(x, k, where)
-    x, temperature = at_limit(x, where, temperature)
-    row = (log_softmax if log else softmax)(tempered(x, temperature), -1, where)
+    row = of_row[log](tempered(*at_limit(x, where, temperature)), -1, where)
     return np.take_along_axis(row, indices, -1), indices
 
 
 def fused_topk_vjp(x, g, k, where=None, temperature=1.0, log=False):
     """Returns the gradients with respect to x and each row's temperature, for the cotangent g of the values."""
     g = np.where(np.broadcast_to(np.asarray(temperature) == 0, x.shape[:-1])[..., None], 0, g)
-    temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
-    z = tempered(x, temperature)
-    t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
-    of_row = np.zeros(z.shape, z.dtype)
-    np.put_along_axis(of_row, topk_indices(x, k, where), wide(g), -1)
-    dz = (log_softmax_vjp if log else softmax_vjp)(z, of_row, -1, where)
+    z, t, dz = topk_pullback(x, g, k, where, temperature, log_softmax_vjp if log else softmax_vjp)
     with np.errstate(invalid="ignore"):
         dt = np.sum(np.where(dz == 0, 0, -dz * z / t), -1)
     return dz / t, dt
+
+
+def topk_pullback(x, g, k, where, temperature, vjp):
+    """Returns z = x / temperature, each row's temperature, with 1 for 0, and vjp(z, g at the k best of each row)."""
+    temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
+    z = tempered(x, temperature)
+    of_row = np.zeros(z.shape, z.dtype)
+    np.put_along_axis(of_row, topk_indices(x, k, where), wide(g), -1)
+    t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
+    return z, t, vjp(z, of_row, -1, where)
 
 
 def token_stats(x, labels, where=None, temperature: Any = 1.0):

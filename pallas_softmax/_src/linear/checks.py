@@ -12,7 +12,7 @@ from jax.core import Tracer
 from pallas_softmax._src import arguments
 from pallas_softmax._src.arguments import AxisName
 from pallas_softmax._src.dispatch.choose import ImplementationName, choose, choose_plain
-from pallas_softmax._src.dispatch.mesh_types import laid_like, varies
+from pallas_softmax._src.dispatch.mesh_types import laid_like
 from pallas_softmax._src.dispatch.operation import Choice, Operation
 from pallas_softmax._src.dispatch.refusal import reverse_only
 from pallas_softmax._src.linear import losses as formulas
@@ -157,8 +157,8 @@ def checked_call(
         where = ~is_zero(weights)
         weights = jnp.where(where, weights, jax.lax.stop_gradient(weights))
     tokens = checked_tokens(name, tokens, where, given)
-    per_token = tokens._replace(kept=None)._asdict()
-    check_replicated(options, mesh_axes, x=x, where=where, token_weights=weights, **per_token)
+    replicated = {"x": x, "where": where, "token_weights": weights, **tokens._replace(kept=None)._asdict()}
+    arguments.check_replicated(name, options.axis_name, replicated.items())
     x, w, columns, weights, tokens = lay_out((x, w, columns, weights, tokens), head, mesh_axes)
     reason = (
         f"{name}: forward-mode differentiation (jax.jvp, jax.jacfwd) is not available, only first derivatives in"
@@ -225,14 +225,6 @@ def checked_projection(x, w, columns: Columns, options: Options, prefix: str = "
     mesh_axes = arguments.bound_mesh_axes(name, options.axis_name)
     whole_vocab = vocab * jax.lax.axis_size(mesh_axes)
     return Checked(x, w, columns._replace(bias=bias), head, workspace_bytes, mesh_axes, whole_vocab)
-
-
-def check_replicated(options: Options, mesh_axes: tuple[str, ...], **arrays) -> None:
-    for argument, a in arrays.items():
-        if a is not None and varies(a, mesh_axes):
-            raise ValueError(
-                f"{options.function}: {argument} must be the same on all devices of axis_name={options.axis_name!r}"
-            )
 
 
 def kept_tokens(name: str, where, given: Checked) -> jax.Array | None:

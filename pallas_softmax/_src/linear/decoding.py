@@ -88,7 +88,8 @@ def _topk_of(x, w, bias, where, tokens: Tokens, k, log, options: Options) -> Top
     if tokens.temperature is None:
         tokens = tokens._replace(temperature=jnp.ones(given.batch, given.dtype))
     tokens = checks.checked_tokens(name, tokens, where, given)
-    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, temperature=tokens.temperature)
+    replicated = ("x", given.x), ("where", where), ("temperature", tokens.temperature)
+    arguments.check_replicated(name, options.axis_name, replicated)
     topk = _choice_for_logits(TOPK, given, options, k)
     return TopK(*_run_on_constants(PROJECTION_TOPK, given, tokens, options, topk=topk, k=k, log=log))
 
@@ -193,8 +194,8 @@ def _sample_of(key, x, w, bias, where, temperature, top_k, top_p, min_p, mode, o
         of_key = noise.gumbel_array(key, shape, axis, given.dtype, mode)
     # The temperature also says which tokens have a filter out of range: it is NaN there.
     tokens = Tokens(None, None if is_default else t[..., 0], kept=where, draw=(of_key, *filters))
-    of_rows = dict(zip(numbers, per_row))
-    checks.check_replicated(options, given.mesh_axes, x=given.x, where=where, key=of_key, **of_rows)
+    replicated = ("x", given.x), ("where", where), ("key", of_key), *zip(numbers, per_row)
+    arguments.check_replicated(name, options.axis_name, replicated)
     sampler = _choice_for_logits(SAMPLE if has_words else CUTOFF, given, options)
     given = given._replace(head=dataclasses.replace(given.head, undivided=True))
     return Sample(*_run_on_constants(PROJECTION_SAMPLE, given, tokens, options, sampler=sampler))

@@ -22,6 +22,7 @@ from pallas_softmax._src.dispatch.mesh_types import vary_together
 from pallas_softmax._src.masks import at
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards
+from pallas_softmax._src.stats.xla import is_column
 from pallas_softmax._src.temperatures import is_zero, times_power
 
 
@@ -168,10 +169,6 @@ class Coefficients(NamedTuple):
             return self.exp_factor * jnp.exp(z - self.m)
         below = normalizers.distance(z, self.m)
         return (self.exp_factor + self.entropy_factor * below) * jnp.exp(below)
-
-
-def is_column(labels: jax.Array, vocab: int) -> jax.Array:
-    return (labels >= 0) & (labels < vocab)
 
 
 def at_columns(z: jax.Array, columns: jax.Array, vocab: int) -> jax.Array:

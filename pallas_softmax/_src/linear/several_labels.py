@@ -24,9 +24,9 @@ from pallas_softmax._src.gpu.blocks import load_as
 from pallas_softmax._src.gpu.interpreter import twin
 from pallas_softmax._src.gpu.ptx import predicated
 from pallas_softmax._src.gpu.ptx.inline import REF, array, elements, inline
-from pallas_softmax._src.linear.losses import is_column
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS
 from pallas_softmax._src.linear.product import Place
+from pallas_softmax._src.stats.xla import is_column
 
 _NO_COLUMN = 2**30  # after all columns; its int32 distance to a column cannot overflow
 

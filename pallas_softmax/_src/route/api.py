@@ -100,9 +100,9 @@ def route(
       (Array([0.731, 0.269], dtype=float32), Array([2, 1], dtype=int32))
     """
     name = "route"
-    number, factor = _scale(name, scale)
     x, axis = arguments.real_rows(name, "logits", logits, -1)
     floating = float_dtype(x.dtype)
+    number, factor = _scale(name, scale, floating)
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4:  # floats hold them
         x = x.astype(floating)
     x = reshard_along(x, -1, None)
@@ -157,8 +157,11 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
     return Groups(1, 1, 1) if top_groups in (None, groups) else Groups(groups, top_groups, best)
 
 
-def _scale(name: str, scale) -> tuple[float, jax.Array | None]:
-    """Returns the static scale, and None; or 1 and a scale that may be traced, without a gradient."""
+def _scale(name: str, scale, dtype) -> tuple[float, jax.Array | None]:
+    """Returns the static scale, and None; or 1 and a scale that may be traced, without a gradient.
+
+    `dtype` is the dtype of the weights, which are computed in float32 or wider.
+    """
     if scale is None:
         return 1.0, None
     if isinstance(scale, bool | np.bool_) or not isinstance(scale, int | float | np.integer | np.floating):
@@ -170,6 +173,6 @@ def _scale(name: str, scale) -> tuple[float, jax.Array | None]:
         number = float(scale)
     except OverflowError:
         number = np.inf
-    if not np.isfinite(number):
+    if not abs(number) <= max(float(jnp.finfo(of).max) for of in (dtype, jnp.float32)):
         raise ValueError(f"{name}: scale must be a finite number in the range of floats, got {scale!r}")
     return number, None

@@ -69,7 +69,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_softmax._src.dispatch.operation import Call, Kernel, Refusal
-from pallas_softmax._src.folding import fold_mask
+from pallas_softmax._src.folding import fold_mask, fold_numbers, fold_topk, one_per_row
 from pallas_softmax._src.gpu import checks, window_arrival
 from pallas_softmax._src.gpu.interpreter import interpret, twin
 from pallas_softmax._src.gpu.kernel import gpu_kernel, number_of_row
@@ -107,7 +107,7 @@ def sample_rows(
     # with the number of each filter that filters nothing
     filters = (top_k, vocab, jnp.int32), (top_p, 1, jnp.float32), (min_p, 0, jnp.float32)
     numbers = [jnp.asarray(off if a is None else a, dtype) for a, off, dtype in filters]
-    parameters = [_per_row(a, batch) for a in (temperature, *numbers)]
+    parameters = [one_per_row(a, (*batch,)) for a in (temperature, *numbers)]
     x, mask = logits.reshape(-1, vocab), fold_mask(where, logits.shape, len(batch))
     rows, window = len(x), plan.window
     names = _OF_CUTOFF if words is None else DRAWN
@@ -137,11 +137,6 @@ def sample_rows(
         },
     )(x.reshape(aligned_view(rows, vocab, window.vec)), parameters, words, None if mask is None else mask.array)
     return [result.reshape(*batch, 1) for result in results]
-
-
-def _per_row(numbers, batch):
-    """Returns one number for each row of the batch, or one for all."""
-    return jnp.broadcast_to(numbers, (*batch, 1)).reshape(-1) if numbers.size > 1 else numbers.reshape(1)
 
 
 @twin
@@ -314,13 +309,11 @@ def plan(call: Call, capability: tuple[int, int]) -> Plans | Refusal:
 
 
 def sample(plans: Plans, logits, where, noise, temperature, top_k, top_p, min_p, *, stride):
-    *batch, vocab = logits.shape
-    words = jnp.broadcast_to(noise, (*batch, 4)).reshape(-1, 4)
+    words = fold_numbers(noise, logits.shape[:-1])
     if any(a is not None for a in (where, top_k, top_p, min_p)):
         return tuple(sample_rows(plans[0], logits, where, temperature, top_k, top_p, min_p, words, stride))
-    x = logits.reshape(-1, vocab)
-    results = stream_kernel.draw_rows(x, _per_row(temperature, batch), words, plans[1], stride)
-    return tuple(result.reshape(*batch, 1) for result in results)
+    x, _, t, unfold = fold_topk(logits, None, temperature)
+    return tuple(map(unfold, stream_kernel.draw_rows(x, t, words, plans[1], stride)))
 
 
 def cutoff(plans: Plans, *arrays):

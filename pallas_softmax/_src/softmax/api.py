@@ -188,6 +188,7 @@ def _by_jax(name: str, a, axis, b, keepdims: bool, return_sign: bool, where):
         if jnp.issubdtype(b.dtype, jax.dtypes.extended):
             raise TypeError(f"{name}: b must be of numbers, got dtype {b.dtype}")
         a = arguments.broadcast(name, "a", a, "b", b)
+        b = jnp.broadcast_to(b, a.shape)
     a, axes, where, _ = arguments.rows(name, "a", a, axis, where, None, boolean=True)
     factors = () if b is None else (b,)
     try:

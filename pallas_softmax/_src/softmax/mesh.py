@@ -49,15 +49,11 @@ def combine_shards(local: Sums, mesh_axes, *others, position=None, temperature=N
         parts, others, position = structure.unflatten(gathered)
         scale = None if temperature is None else Temperature.of(temperature)
         sums = [jnp.sum(a, -1, keepdims=True) for a in others]
-        first = () if position is None else (_first_of_largest(parts.m, position),)
-        return *normalizers.combine_parts(parts, scale), *sums, *first
+        if position is not None:
+            keys = value_key(parts.m)
+            first = normalizers.if_largest(position, keys, jnp.max(keys, -1, keepdims=True))
+            sums.append(jnp.min(first, -1, keepdims=True))
+        return *normalizers.combine_parts(parts, scale), *sums
 
     merged = [a[..., 0] for a in merge_over(mesh_axes, merge, tuple(numbers), own)]
     return type(local)(*merged[: len(local)]), *merged[len(local) :]
-
-
-def _first_of_largest(m, positions):
-    """Returns the lowest of the positions along the last axis where m is largest."""
-    keys = value_key(m)
-    is_largest = keys == jnp.max(keys, -1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, positions, jnp.iinfo(jnp.int32).max), -1, keepdims=True)

@@ -106,7 +106,7 @@ def finished(moments: Moments, temperature, labels, label_logit, argmax, vocab: 
     """Returns the `RowStats` of whole rows, of `vocab` logits."""
     m, d, _ = moments
     u = Temperature.of(temperature).distance(label_logit, normalizers.shift(m))
-    at_label = jnp.where(_is_column(labels, vocab), u, jnp.nan)
+    at_label = jnp.where(is_column(labels, vocab), u, jnp.nan)
     logsumexp = jnp.where(m == jnp.inf, m, Temperature.of(temperature).divide(m) + jnp.log(d))
     return RowStats(logsumexp, normalizers.entropy(moments), at_label, moments, argmax)
 
@@ -126,11 +126,11 @@ def logits_at(labels, logits, where, mesh_axes=()):
 def _own_columns(labels, logits, mesh_axes):
     """Returns which labels are in this shard, and their columns in it, else 0."""
     columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else labels
-    own = _is_column(columns, logits.shape[-1])
+    own = is_column(columns, logits.shape[-1])
     return own, jnp.where(own, columns, 0)
 
 
-def _is_column(labels, vocab: int):
+def is_column(labels, vocab: int):
     return (labels >= 0) & (labels < vocab)
 
 
