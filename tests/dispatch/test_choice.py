@@ -185,7 +185,7 @@ def test_explain_of_a_call():
     assert (choice.cuda, choice.call.masked) == ("mosaic_gpu", True)
     (choice,) = ps.explain(ps.fused_topk, X, k=2049)
     assert "k=2049 is not from 1 to 2048" in str(choice)
-    for k in (np.int64(5), np.array(5)):  # known, as in the call itself
+    for k in (np.int64(5), np.array(5), jnp.array(5)):  # known, as in the call itself
         assert ps.explain(ps.fused_topk, X, k, dtype=np.float32)[0].call.k == 5
     choice = ps.explain(named(ps.softmax, "mosaic_gpu"), array(2, 0))[-1]
     assert choice.cuda is None and "empty" in str(choice)

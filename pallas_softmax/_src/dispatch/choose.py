@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_softmax._src import target
 from pallas_softmax._src.dispatch.operation import Call, Choice, Refusal, RowOperation
-from pallas_softmax._src.misfits import check_static
+from pallas_softmax._src.misfits import check_static, is_known
 
 ImplementationName = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -141,6 +142,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
 
 def _is_array(x: Any) -> bool:
-    """Returns whether x is an array, or describes one. Other numbers and dtypes of NumPy stay known, such as k."""
-    is_known = isinstance(x, type | np.generic) or (isinstance(x, np.ndarray) and not x.ndim)
-    return not is_known and hasattr(x, "shape") and hasattr(x, "dtype")
+    """Returns whether x is an array, or describes one. NumPy's numbers and dtypes, and known integers, stay known."""
+    is_integer = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
+    is_number = (isinstance(x, np.ndarray) or is_integer) and not x.ndim and is_known(x)
+    return not isinstance(x, type | np.generic) and not is_number and hasattr(x, "shape") and hasattr(x, "dtype")
