@@ -1,19 +1,17 @@
-"""The kernel that merges the tiles of each row, after a product of `logits_kernel`. Each row has a CTA.
+"""The kernel that merges the tiles of each row, after a product of `logits_kernel`. A CTA takes 8 rows.
 
-    numbers of each tile, (tiles, rows)             number of the row
+    numbers of each tile, (tiles, rows)             number of the row, (1, rows)
     m, d, t                                    ──►  their ⊕; or with one reference for all d, the sum of d
     the sum of the logits                      ──►  the sum
     the first column of the largest logit      ──►  the first of all
     the logit at the label, if it is there     ──►  the one of the label's tile
     the winner of a draw                       ──►  the best one
 
-Thread t takes tiles t, t + 128, and so on. So the order of a sum depends only on the number of tiles. (The order of
-XLA's sums depends on the number of rows too.)
+The tiles of the product lie along axis 0 of a `gpu.layout.Tile`, 256 at a time. So the order of a sum depends only on
+the number of tiles. (The order of XLA's sums depends on the number of rows too.)
 """
 
-import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,15 +21,19 @@ from jax import lax
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.gpu import blocks
+from pallas_softmax._src.gpu import tiles
 from pallas_softmax._src.gpu.hardware import WARPGROUP
 from pallas_softmax._src.gpu.interpreter import interpret
 from pallas_softmax._src.gpu.kernel import gpu_kernel
-from pallas_softmax._src.linear.losses import Statistics, is_column
-from pallas_softmax._src.linear.plan import TILE_N
+from pallas_softmax._src.gpu.layout import Tile
+from pallas_softmax._src.linear.losses import Statistics
+from pallas_softmax._src.linear.plan import TILE_N, rounded_up
 from pallas_softmax._src.normalizers import Normalizer
+from pallas_softmax._src.stats.xla import is_column
 
-_BLOCKS = 8  # most blocks of 128 tiles that a CTA loads at once; 8 hold 262,144 columns
+_ROWS = 8  # rows of a CTA: 32 bytes of each line of device memory
+_LINES = WARPGROUP // _ROWS  # lines that the threads of a CTA load together
+_MOST_LINES = 256  # of an array, in registers at a time: 65,536 columns
 _INT = jnp.iinfo(jnp.int32)
 
 
@@ -50,94 +52,104 @@ class Winner(NamedTuple):
     logit: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row of the tiles. The arrays are (1, tiles * stride): the row's number of tile i is at i * stride + row."""
+class _Rows:
+    """The rows of a CTA, and how it reduces numbers of their tiles, (tiles, rows)."""
 
-    row: Any
-    tiles: int
-    stride: int
+    def __init__(self, count: int):
+        self.count = count  # number of tiles
+        self.held = Tile(min(_MOST_LINES, rounded_up(count, _LINES)), _ROWS, 1, 1)
+        self.result = Tile(_LINES, _ROWS, 1, 1)
+        self.first = lax.axis_index("rows") * _ROWS
 
-    def load(self, gmem, first, fill: float = 0):
-        """Returns a block with a number of each tile, from tile number `first` on; `fill` after the last one."""
-        start, held = first * self.stride + self.row, self.tiles - first
-        return blocks.load_from_row(gmem, 0, start=start, held=held, fill=fill, stride=self.stride)
+    def load(self, gmem, start, fill: float = 0):
+        """Returns numbers of the tiles from `start` on; `fill` after the last tile."""
+        return tiles.load(gmem, self.held, start, fill, column=self.first)
 
-    def at_column(self, gmem, column):
-        """Returns the number of the tile that has this column."""
-        return gmem[0, column // TILE_N * self.stride + self.row]
+    def load_one(self, gmem):
+        """Returns a number of each row, given an array (1, rows)."""
+        return jnp.max(tiles.load(gmem, self.result, 0, column=self.first, ref_row=lambda line: line % 1), 0)
 
-    def joined(self, join: Callable, empty, block: Callable):
-        """Returns the join of block(first) for all blocks of tiles."""
-        count = -(-self.tiles // WARPGROUP)
+    def store(self, gmem, number) -> None:
+        tiles.store(gmem, self.result, 0, tiles.broadcast(number, self.result, 1), column=self.first)
 
-        def step(i, joined):
-            parts = [block((i * _BLOCKS + j) * WARPGROUP) for j in range(min(count, _BLOCKS))]
-            return join(joined, normalizers.tree(join, parts))
+    def numbers(self, start):
+        """Returns the numbers of the tiles."""
+        return lax.broadcasted_iota(jnp.int32, self.held.shape, 0) + start
 
-        return lax.fori_loop(0, -(-count // _BLOCKS), step, empty)
+    def spread(self, number):
+        """Repeats a number of each row for all of its tiles."""
+        return tiles.broadcast(number, self.held, 1)
+
+    def joined(self, join: Callable, block: Callable):
+        """Returns the join of block(start) over all tiles, `held.rows` at a time."""
+        size, first = self.held.rows, block(0)
+        if self.count <= size:
+            return first
+        return lax.fori_loop(1, -(-self.count // size), lambda i, others: join(others, block(i * size)), first)
 
     def least(self, block: Callable):
-        return jnp.min(self.joined(jnp.minimum, blocks.filled(_INT.max, jnp.int32), block))
+        return jnp.min(self.joined(jnp.minimum, block), 0)
+
+    def total(self, block: Callable):
+        return jnp.sum(self.joined(jnp.add, block), 0)
+
+    def at_column(self, gmem, column):
+        """Returns the number of the tile that has a column of the row; 0 if no tile has it."""
+        tile = self.spread(column // TILE_N)
+        return self.total(lambda start: jnp.where(self.numbers(start) == tile, self.load(gmem, start), 0.0))
 
 
-def merge_row(tiles: int, vocab: int, plain: bool, sums: Statistics, winners, labels_gmem, *merged_gmem) -> None:
-    """The kernel. `plain` says that the d of all tiles have one reference."""
-    row = lax.axis_index("row")
-    of_row = _Row(row, tiles, sums.normalizer.m.shape[1] // tiles)
-    merged, winner = _merged_sums(of_row, plain, sums), None
+def merge_rows(count: int, vocab: int, plain: bool, sums: Statistics, winners, labels_gmem, *merged_gmem) -> None:
+    """The kernel, for `count` tiles. `plain` says that the d of all tiles of a row have one reference."""
+    rows, winner = _Rows(count), None
+    merged = Statistics(_merged(rows, plain, sums.normalizer), None, None)
+    if sums.total is not None:
+        merged = merged._replace(total=rows.total(functools.partial(rows.load, sums.total)))
     if sums.argmax is not None:
+        m = rows.spread(merged.normalizer.m)
 
-        def columns_of_largest(first):
-            columns = (blocks.positions() + first) * TILE_N + of_row.load(sums.argmax, first)
-            return normalizers.if_largest(columns, of_row.load(sums.normalizer.m, first, -jnp.inf), merged.normalizer.m)
+        def columns_of_largest(start):
+            columns = rows.numbers(start) * TILE_N + rows.load(sums.argmax, start)
+            return normalizers.if_largest(columns, rows.load(sums.normalizer.m, start, -jnp.inf), m)
 
-        merged = merged._replace(argmax=of_row.least(columns_of_largest))
+        merged = merged._replace(argmax=rows.least(columns_of_largest))
     if labels_gmem is not None:
-        label = labels_gmem[row]
-        is_own = is_column(label, vocab)
-        logit = of_row.at_column(sums.label_logit, jnp.where(is_own, label, 0))
-        merged = merged._replace(label_logit=jnp.where(is_own, logit, 0.0))
+        label = rows.load_one(labels_gmem)
+        label = jnp.where(is_column(label, vocab), label, -TILE_N)
+        merged = merged._replace(label_logit=rows.at_column(sums.label_logit, label))
     if winners is not None:
-        winner = _best(of_row, winners, vocab)
+        winner = _best(rows, winners, vocab)
     for gmem, number in zip(merged_gmem, jax.tree.leaves((merged, winner)), strict=True):
-        gmem[row] = number
+        rows.store(gmem, number)
 
 
-def _merged_sums(of_row: _Row, plain: bool, sums: Statistics) -> Statistics:
-    """Returns the normalizer of the row, and the sum of its logits."""
-    kind = type(sums.normalizer)
+def _merged(rows: _Rows, plain: bool, normalizers_gmem):
+    kind = type(normalizers_gmem)
 
-    def combine(a, b):
+    def join(a, b):
         return kind(jnp.maximum(a.m, b.m), a.d + b.d) if plain else normalizers.combine(a, b)
 
-    def numbers(first):
-        m, *others = sums.normalizer
-        return kind(of_row.load(m, first, -jnp.inf), *(of_row.load(a, first) for a in others))
+    def block(start):
+        m, *others = normalizers_gmem
+        return kind(rows.load(m, start, -jnp.inf), *(rows.load(a, start) for a in others))
 
-    empty = kind(*(blocks.filled(-jnp.inf if name == "m" else 0.0) for name in kind._fields))
-    lanes = of_row.joined(combine, empty, numbers)
-    merged = Normalizer(jnp.max(lanes.m), jnp.sum(lanes.d)) if plain else normalizers.combine_lanes(lanes)
-    if sums.total is None:
-        return Statistics(merged, None, None)
-    total = of_row.joined(operator.add, blocks.filled(0.0), functools.partial(of_row.load, sums.total))
-    return Statistics(merged, None, jnp.sum(total))
+    lanes = rows.joined(join, block)
+    if plain:
+        return Normalizer(jnp.max(lanes.m, 0), jnp.sum(lanes.d, 0))
+    return normalizers.combine_lanes(lanes, 0, rows.spread)
 
 
-def _best(of_row: _Row, winners: Winners, vocab: int) -> Winner:
-    def inside(first, gmem, other: int):
-        """Returns a block of int32 numbers of tiles; `other` after the last tile."""
-        return jnp.where(blocks.positions() + first < of_row.tiles, of_row.load(gmem, first), other)
+def _best(rows: _Rows, winners: Winners, vocab: int) -> Winner:
+    def keys(start):
+        return jnp.where(rows.numbers(start) < rows.count, rows.load(winners.key, start), _INT.min)
 
-    def keys(first):
-        return inside(first, winners.key, _INT.min)
+    def columns_of_best(start):
+        is_best = (rows.numbers(start) < rows.count) & (keys(start) == best)
+        return jnp.where(is_best, rows.load(winners.column, start), _INT.max)
 
-    def columns_of_best(first):
-        return jnp.where(keys(first) == best, inside(first, winners.column, _INT.max), _INT.max)
-
-    best = jnp.max(of_row.joined(jnp.maximum, blocks.filled(_INT.min, jnp.int32), keys))
-    column = jnp.minimum(of_row.least(columns_of_best), vocab - 1)
-    return Winner(column, of_row.at_column(winners.logit, column))
+    best = rows.spread(jnp.max(rows.joined(jnp.maximum, keys), 0))
+    column = jnp.minimum(rows.least(columns_of_best), vocab - 1)
+    return Winner(column, rows.at_column(winners.logit, column))
 
 
 def merge_tiles(
@@ -159,10 +171,11 @@ def _merge_tiles(sums: Statistics, labels, winners: Winners | None, *, rows, voc
     of_winner = None if winners is None else Winner(winners.column, winners.logit)
     merged, tree = jax.tree.flatten((sums, of_winner))
     merged = gpu_kernel(
-        functools.partial(merge_row, len(sums.normalizer.m), vocab, plain),
-        grid={"row": rows},
-        out_type=[jax.ShapeDtypeStruct((rows,), a.dtype) for a in merged],
+        functools.partial(merge_rows, len(sums.normalizer.m), vocab, plain),
+        grid={"rows": -(-rows // _ROWS)},
+        out_type=[jax.ShapeDtypeStruct((1, rows), a.dtype) for a in merged],
         name="linear_merge",
         approximate=False,
-    )(*jax.tree.map(lambda a: a.reshape(1, -1), (sums, winners)), labels)
-    return vary_together(tree.unflatten(merged), sums, labels, winners)[0]
+    )(sums, winners, None if labels is None else labels[None])
+    merged = tree.unflatten([a[0] for a in merged])
+    return vary_together(merged, sums, labels, winners)[0]
