@@ -16,7 +16,8 @@ import numpy as np
 
 from pallas_softmax._src.gpu.layout import Tile, Window
 from pallas_softmax._src.linear import logits_kernel
-from pallas_softmax._src.linear.losses import Coefficients, Head
+from pallas_softmax._src.linear.losses import Coefficients, Head, Statistics
+from pallas_softmax._src.linear.merge_kernel import merge_tiles
 from pallas_softmax._src.sample import noise
 from pallas_softmax._src.sample.plan import StreamPlan, plan_of
 from pallas_softmax._src.sample.stream_kernel import draw_rows
@@ -226,8 +227,10 @@ def projection_kernels(x, w, b, tokens, coefficients, **known):
     dz = logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
     known["head"] = dataclasses.replace(known["head"], entropy=True)
     with_t, _ = logits_kernel.row_sums(x, w, b, tokens, **known)
+    merge = functools.partial(merge_tiles, rows=len(x), vocab=known["head"].vocab(w))
+    merged = merge(Statistics(drawn[0], None, None), None, drawn[1]), *(merge(a, tokens.labels) for a in (sums, with_t))
     coefficients = coefficients._replace(entropy_factor=0 * coefficients.m)
-    return drawn, sums, e, dz, with_t, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
+    return drawn, sums, e, dz, with_t, merged, logits_kernel.logit_gradients(x, w, b, tokens, coefficients, **known)
 
 
 def projection():

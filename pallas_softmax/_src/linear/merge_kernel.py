@@ -67,7 +67,7 @@ class _Rows:
 
     def load_one(self, gmem):
         """Returns a number of each row, given an array (1, rows)."""
-        return jnp.max(tiles.load(gmem, self.result, 0, column=self.first, ref_row=lambda line: line % 1), 0)
+        return jnp.max(tiles.load(gmem, self.result, 0, column=self.first, last_row=0), 0)
 
     def store(self, gmem, number) -> None:
         tiles.store(gmem, self.result, 0, tiles.broadcast(number, self.result, 1), column=self.first)
