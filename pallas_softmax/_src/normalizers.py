@@ -225,24 +225,16 @@ def add_logits(normalizer: Normalizer, blocks: Sequence[jax.Array]) -> Normalize
     return Normalizer(m, kept + tree_sum(jnp.exp(x - s) for x in blocks))
 
 
-def combine_lanes(
-    lane: Sums,
-    axis: int | None = None,
-    broadcast: Callable | None = None,
-    scale=None,
-    m=None,
-    total: Callable = jnp.sum,
-) -> Sums:
+def combine_lanes(lane: Sums, axis: int | None = None, broadcast: Callable | None = None, scale=None, m=None) -> Sums:
     """Merges the normalizers of the lanes of a kernel: all to scalars, or along an axis.
 
     With an axis, `broadcast` expands one number per row to the shape of `lane`. `m` is the largest m, if it is known.
-    `total` adds up along the axis.
     """
     m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
     # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
     # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
-    d, *t = (total(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
+    d, *t = (jnp.sum(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
     return type(lane)(m, d, *(-a for a in t))  # no term of t is positive
 
 
