@@ -46,7 +46,7 @@ class Winners(NamedTuple):
 
 
 class Winner(NamedTuple):
-    """What a draw found in each row, (rows,)."""
+    """The winner of each row, (rows,)."""
 
     column: Any  # any column in a row where no logit can win
     logit: Any
