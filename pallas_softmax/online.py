@@ -69,7 +69,7 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
       a: `Normalizer`s or `Moments` of sets of logits, one for each element of the fields.
       b: the same of other sets. All fields broadcast to one shape.
       scale: 1 / temperature, if the logits are divided by one: d is then the sum of exp((x - m) scale). It broadcasts
-        like the fields.
+        like the fields, and takes their dtype.
 
     Raises:
       TypeError: `a` or `b` is neither a `Normalizer` nor `Moments`, or they differ; a field is not a floating or
@@ -94,8 +94,7 @@ def combine(a: Sums, b: Sums, *, scale: "ArrayLike | None" = None) -> Sums:
                 _floats("combine", f"{name}.{field}", value)
     if scale is not None:
         scale = arguments.real_array("online.combine", "scale", scale, "a real number or an array of real numbers")
-        dtype = jnp.finfo(jnp.result_type(a.m)).dtype  # float32 for complex64
-        scale = scale.astype(dtype) if scale.dtype.itemsize < dtype.itemsize else scale
+        scale = scale.astype(jnp.finfo(normalizers.float_dtype(jnp.result_type(a.m))).dtype)  # float32 for complex64
     shapes = [*map(jnp.shape, jax.tree.leaves((a, b, scale)))]
     try:
         shape = jnp.broadcast_shapes(*shapes)
@@ -211,8 +210,8 @@ def merge(a: Candidates, b: Candidates, k: int) -> Candidates:
       k: number of winners, at most the candidates of both lists.
 
     Raises:
-      TypeError: `a` or `b` is not a pair, values are not real numbers or bools, indices are not integers or are uint32,
-        the dtypes of the values differ, or `k` is not an integer.
+      TypeError: `a` or `b` is not a pair, values are not real numbers or bools, indices are not integers, or are uint32
+        or uint64, the dtypes of the values differ, or `k` is not an integer.
       ValueError: `k` is out of range, or the shapes do not fit.
 
     Examples:

@@ -117,7 +117,9 @@ def parameter(function: str, name: str, value) -> Any:
     return to_array() if to_array else value
 
 
-def in_range(function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False) -> Any:
+def in_range(
+    function: str, name: str, value, accepted: Callable, wanted: str, *, integer: bool = False, per_row: bool = True
+) -> Any:
     """Returns one number, or one per row, for `at_once`; raises if a known number is not `accepted`.
 
     `wanted` says in words which numbers are. Integers above the int32 maximum are clamped to it.
@@ -132,12 +134,12 @@ def in_range(function: str, name: str, value, accepted: Callable, wanted: str, *
     number: Any = np.asarray(jax.device_get(value)) if is_known(value) else value
     is_integer = jnp.issubdtype(number.dtype, jnp.integer)
     if not is_integer and (integer or not jnp.issubdtype(number.dtype, jnp.floating)):
-        kind = "an integer" if integer else "a real number"
-        raise TypeError(f"{function}: {name} must be {kind}, {wanted}, got {number.dtype.name}")
+        kind = ("an integer" if integer else "a real number") + ", or one per row" * per_row
+        raise TypeError(f"{function}: {name} must be {kind}, got {number.dtype.name}")
     if not is_known(value):
         return value
-    # Compared like a traced one, in its own dtype; but in float16, 1e-37 would be 0.
-    if not np.all(accepted(number if integer or number.dtype.itemsize >= 4 else number.astype(np.float32))):
+    # in float16, 1e-37 would be 0
+    if not np.all(accepted(number if integer else number.astype(np.float64))):
         raise ValueError(f"{function}: {name} must be {wanted}, got {given}")
     stays = not integer or (isinstance(value, jax.Array) and not has_wide_integers(value))  # on the device
     return value if stays else to_int32(number, _INT32.min)
@@ -172,7 +174,7 @@ _NUMBERS: dict[str, Callable] = {
     **dict.fromkeys(("a", "b"), real_numbers),
     "bias": parameter,
     **dict.fromkeys(("labels", "draft_tokens"), known_labels),
-    "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="of any size", integer=True),
+    "lengths": functools.partial(in_range, accepted=lambda n: True, wanted="an integer", integer=True),
     **{
         name: functools.partial(in_range, accepted=accepted, wanted=wanted, integer=name == "top_k")
         for name, (accepted, wanted, _) in FILTERS.items()
@@ -272,9 +274,10 @@ def last_axis(
 
 
 def check_replicated(function: str, axis_name: AxisName, arrays: Iterable[tuple[str, Any]]) -> None:
-    """Raises if an array, given as (name for messages, array or None), may differ along `axis_name`, a bound name."""
+    """Raises if an array, given as (name for messages, array or None), may differ along a bound `axis_name`."""
+    mesh_axes = check_axis_name(function, axis_name)
     for name, a in arrays:
-        if a is not None and varies(a, check_axis_name(function, axis_name)):
+        if a is not None and varies(a, mesh_axes):
             raise ValueError(f"{function}: {name} must be the same on all devices of axis_name={axis_name!r}")
 
 

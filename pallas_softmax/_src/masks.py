@@ -77,6 +77,11 @@ def is_partly_manual() -> bool:
     return bool(mesh.manual_axes and mesh.auto_axes)
 
 
+def is_column(labels: jax.Array, vocab: int) -> jax.Array:
+    """Returns which labels are in [0, vocab)."""
+    return (labels >= 0) & (labels < vocab)
+
+
 def at(x, indices, mode="promise_in_bounds", fill_value=None) -> jax.Array:
     """Returns the elements at indices of the last axis. By default all are in bounds: checks take longer on a CPU."""
     if not indices.shape[-1]:  # jax 0.10 refuses this along an Explicit mesh axis

@@ -119,7 +119,10 @@ def below(x, m, scale: "ArrayLike | Scale | Temperature | None" = None):
 
 
 def distance(x: jax.Array, shift: jax.Array, scale: Any = None) -> jax.Array:
-    """Returns `below`, but at least -10,000. Its product with its exponential is then 0 for x = -inf."""
+    """Returns `below`, but at least -10,000, or the lowest number of a dtype that ends before it.
+
+    Its product with its exponential is then 0 for x = -inf.
+    """
     return jnp.maximum(below(x, shift, scale), max(FAR, float(jnp.finfo(x.dtype).min)))
 
 
@@ -232,10 +235,20 @@ def combine_lanes(lane: Sums, axis: int | None = None, broadcast: Callable | Non
     """
     m = jnp.max(lane.m, axis) if m is None else m
     s = shift(m) if broadcast is None else broadcast(shift(m))
-    # The absolute value changes no number, but each product is then rounded before it is added. A fused multiply-add
-    # would not round a lane's own product, unlike the products of other lanes, so the lanes would get different sums.
-    d, *t = (jnp.sum(jnp.abs(a), axis) for a in _sums_from(lane, s, scale))
-    return type(lane)(m, d, *(-a for a in t))  # no term of t is positive
+    return of_magnitudes(type(lane), m, *(jnp.sum(a, axis) for a in magnitudes_from(lane, s, scale)))
+
+
+def magnitudes_from(part: Sums, shift: jax.Array, scale: Any = None) -> list[jax.Array]:
+    """Returns the terms d or (d, -t) of a sum over parts, relative to `shift`; each is rounded before it is added.
+
+    Without the absolute value, a fused multiply-add might not round a lane's own term, unlike those of other lanes. The
+    lanes, or two kernels, would get different sums. No t is positive.
+    """
+    return [jnp.abs(a) for a in _sums_from(part, shift, scale)]
+
+
+def of_magnitudes(kind: type[Sums], m: jax.Array, d: jax.Array, *minus_t: jax.Array) -> Sums:
+    return kind(m, d, *(-a for a in minus_t))
 
 
 def if_largest(position: jax.Array, x: jax.Array, m: jax.Array) -> jax.Array:

@@ -70,13 +70,13 @@ BAD_TYPES = {
     },
     "temperature": {
         f"{ARRAY} or a scalar, got": ["1", None, [1.0, 1.0], Fraction(1, 2)],
-        "must be a real number, .*, got (bool|complex)": [1j, True],
+        "must be a real number, or one per row, got (bool|complex)": [1j, True],
         "must be of (real )?numbers": [KEYS, np.array([None])],
     },
     "k": {"must be an integer, got": [1.0, 1.5, "1", None, (1,), F32.type(1), True]},
     "labels": {"must be integers, got float32": [calls.LABELS.astype(F32)], ARRAY: [[0, 1]]},
     "top_k": {
-        "must be an integer, .*, got (float64|bool)": [2.0, True],
+        "must be an integer, or one per row, got (float64|bool)": [2.0, True],
         "must be of real numbers, got dtype key": [KEYS[1]],
     },
     "top_p": {f"{ARRAY} or a scalar": ["0.9"]},
@@ -94,7 +94,7 @@ BAD_TYPES = {
         {"must be True or False, got {}": [0, 1, "no"]},
     ),
     "lengths": {
-        "must be an integer, .*, got (float64|bool)": [np.ones((2, 3)), True],
+        "must be an integer, or one per row, got (float64|bool)": [np.ones((2, 3)), True],
         f"{ARRAY} or a scalar": [[1] * 3],
     },
     "draft_tokens": {"must be integers, got float": [np.zeros((2, 2))]},
@@ -183,7 +183,7 @@ BAD_VALUES = {
     "group_best": {"must be from 1 to the .* experts of a group, got {}": [0, 9]},
     "score": {"must be one of .*'softmax', 'sigmoid'.*got .*(relu|None|softmax)": ["relu", None, ["softmax"]]},
     "scale": {
-        "must be a finite number in the range of floats, got (1000|nan|inf|1e)": [10**400, np.nan, np.inf, 1e39],
+        "must be a finite number in the range of float32, got (1000|nan|inf|1e)": [10**400, np.nan, np.inf, 1e39],
         r"must be a scalar, got an array of shape \(2,\)": [np.ones(2)],
     },
 }

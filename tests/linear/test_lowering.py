@@ -39,9 +39,8 @@ def total(f, **options):
 def kernels_of(text):
     """Returns the names of the kernels, without merges. Products are merged at once, except gradients of logits."""
     names = kernel_names(text)
-    for name, following in zip(names, [*names[1:], None]):
-        if name.startswith("linear_") and name not in (DLOGITS, MERGE):
-            assert following == MERGE, names
+    merged = [name.startswith("linear_") and name not in (DLOGITS, MERGE) for name in names]
+    assert [name == MERGE for name in names] == [False, *merged[:-1]][: len(names)] and not any(merged[-1:]), names
     return [name for name in names if name != MERGE]
 
 

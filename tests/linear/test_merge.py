@@ -24,15 +24,16 @@ def _in_the_interpreter():
 
 
 def moments_of(tiles: int, seed: int = 0) -> tuple:
-    """Returns m, d and t of tiles, and the first column of the largest logit. Rows 1 to 4 are unusual."""
+    """Returns m, d and t of tiles, and the first column of the largest logit. Rows 1 to 5 are unusual."""
     rng = np.random.default_rng(seed)
     m = rng.normal(0, 20, (tiles, STRIDE)).astype("f4")
     m[:, 1] = -np.inf
     m[::2, 2] = -np.inf
     m[tiles // 2, 3] = np.inf
     m[:, 4] = np.float32(7)
+    m[tiles // 3, 5] = np.nan
     d = np.where(m == -np.inf, 0, rng.uniform(1, TILE_N, m.shape)).astype("f4")
-    d[m == np.inf] = np.nan
+    d[(m == np.inf) | np.isnan(m)] = np.nan
     t = (-d * rng.uniform(0, 3, m.shape)).astype("f4")
     return m, d, t, rng.integers(0, TILE_N, m.shape).astype("i4")
 
@@ -62,7 +63,7 @@ def test_moments(tiles):
     for got, expected in zip(found.normalizer, want):
         np.testing.assert_allclose(got, expected, rtol=2e-6)
     np.testing.assert_allclose(found.total, total.sum(0), rtol=1e-5, atol=1e-4)
-    first = (m == largest).argmax(0)  # the first tile
+    first = ((m == largest) | np.isnan(m)).argmax(0)  # the first tile
     np.testing.assert_array_equal(found.argmax, first * TILE_N + argmax[first, range(ROWS)])
     inside = (labels >= 0) & (labels < vocab)
     tile = np.where(inside, labels, 0) // TILE_N
@@ -73,7 +74,7 @@ def test_moments(tiles):
 def test_one_reference(tiles):
     m, d, *_ = moments_of(tiles)
     sums = Statistics(Normalizer(jnp.asarray(m), jnp.asarray(d)), None, None)
-    found, winner = merged(sums, rows=ROWS, vocab=tiles * TILE_N, plain=True)
+    found, winner = merged(sums, rows=ROWS, vocab=tiles * TILE_N, one_reference=True)
     assert winner is None
     np.testing.assert_array_equal(found.normalizer.m, m.max(0)[:ROWS])
     np.testing.assert_allclose(found.normalizer.d, d.sum(0, "f8")[:ROWS], rtol=1e-6)

@@ -164,13 +164,13 @@ def at_limit(x, where, temperature):
     return np.where((t == 0)[..., None] & kept & below, -np.inf, x), np.where(t == 0, 1, t)
 
 
-def fused_topk(x, k, where=None, temperature=1.0, log=False, of_row=(softmax, log_softmax)):
+def fused_topk(x, k, where=None, temperature=1.0, log=False, functions=(softmax, log_softmax)):
     """Returns softmax(x / temperature) along the last axis at topk_indices(x), and these indices.
 
-    bounds.py has other functions `of_row`, without and with a logarithm.
+    `functions` are without and with a logarithm; bounds.py has others.
     """
     indices = topk_indices(x, k, where)
-    row = of_row[log](tempered(*at_limit(x, where, temperature)), -1, where)
+    row = functions[log](tempered(*at_limit(x, where, temperature)), -1, where)
     return np.take_along_axis(row, indices, -1), indices
 
 
@@ -187,10 +187,10 @@ def topk_pullback(x, g, k, where, temperature, vjp):
     """Returns z = x / temperature, each row's temperature, with 1 for 0, and vjp(z, g at the k best of each row)."""
     temperature = np.where(np.asarray(temperature) == 0, 1, temperature)
     z = tempered(x, temperature)
-    of_row = np.zeros(z.shape, z.dtype)
-    np.put_along_axis(of_row, topk_indices(x, k, where), wide(g), -1)
+    cotangents = np.zeros(z.shape, z.dtype)
+    np.put_along_axis(cotangents, topk_indices(x, k, where), wide(g), -1)
     t = np.broadcast_to(np.asarray(temperature, z.dtype), z.shape[:-1])[..., None]
-    return z, t, vjp(z, of_row, -1, where)
+    return z, t, vjp(z, cotangents, -1, where)
 
 
 def token_stats(x, labels, where=None, temperature: Any = 1.0):

@@ -142,7 +142,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cho
 
 
 def _is_array(x: Any) -> bool:
-    """Returns whether x is an array, or describes one. NumPy's numbers and dtypes, and known integers, stay known."""
+    """Returns whether x is an array, or describes one. Scalars of NumPy, dtypes and known integers stay known."""
     is_integer = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer)
     is_number = (isinstance(x, np.ndarray) or is_integer) and not x.ndim and is_known(x)
     return not isinstance(x, type | np.generic) and not is_number and hasattr(x, "shape") and hasattr(x, "dtype")

@@ -20,6 +20,7 @@ from pallas_softmax._src.linear.derivatives import Static
 from pallas_softmax._src.linear.losses import Columns, Head, Tokens, like_labels
 from pallas_softmax._src.linear.mesh import describe, lay_out
 from pallas_softmax._src.linear.operation import PROJECTION, PROJECTION_GRAD
+from pallas_softmax._src.masks import is_column
 from pallas_softmax._src.normalizers import widen
 from pallas_softmax._src.temperatures import is_zero
 
@@ -79,7 +80,7 @@ def static_number(function: str, name: str, value, accepted: Callable, wanted: s
         raise TypeError(
             f"{function}: {name} must be {wanted}, got a traced value; pass it through static_argnames of jax.jit"
         )
-    value = arguments.in_range(function, name, value, accepted, wanted)
+    value = arguments.in_range(function, name, value, accepted, wanted, per_row=False)
     if np.ndim(value):
         raise ValueError(f"{function}: {name} must be {wanted}, got shape {np.shape(value)}")
     return float(value)
@@ -293,4 +294,4 @@ def _labels(name: str, labels, given: Checked, *, several: bool) -> jax.Array:
     if labels.dtype.itemsize < 4:  # a narrow dtype may be unable to hold V or -1
         labels = labels.astype(jnp.int32)
     labels = laid_like(given.x, labels)
-    return jnp.where(formulas.is_column(labels, given.vocab), labels, -1).astype(jnp.int32)
+    return jnp.where(is_column(labels, given.vocab), labels, -1).astype(jnp.int32)

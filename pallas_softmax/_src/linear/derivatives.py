@@ -19,6 +19,7 @@ from pallas_softmax._src.dispatch.operation import Choice
 from pallas_softmax._src.linear import losses as formulas
 from pallas_softmax._src.linear.losses import Columns, Head, Statistics, Tokens
 from pallas_softmax._src.linear.mesh import as_tokens, given_specs, lay_out
+from pallas_softmax._src.masks import is_column
 
 # Any: pyright does not see what the functions return
 _differentiable: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,7 +59,7 @@ class Static(NamedTuple):
         if tokens.label_probs is None:
             return None
         each = formulas.losses(statistics, tokens._replace(label_probs=None, z_loss=None), self.vocab)
-        valid = formulas.is_column(tokens.labels, self.vocab) & jnp.isfinite(each)
+        valid = is_column(tokens.labels, self.vocab) & jnp.isfinite(each)
         weights = tokens.at_0(0, weights)[..., None]
         return jnp.where(valid & (weights != 0), each, 0) * weights
 

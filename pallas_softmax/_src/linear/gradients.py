@@ -32,6 +32,7 @@ from pallas_softmax._src.linear.chunks import Chunk
 from pallas_softmax._src.linear.draws import projection_sample
 from pallas_softmax._src.linear.losses import Columns, Statistics, Tokens
 from pallas_softmax._src.linear.projection import ChunkFunctions, Projection
+from pallas_softmax._src.masks import is_column
 from pallas_softmax._src.normalizers import log_of
 
 # A chunk that replaces a float32 dw has at most this many logits, so that int32 indices cannot overflow.
@@ -205,7 +206,7 @@ def _put_at_labels(dz, factor, at_labels: jax.Array, tokens: Tokens, vocab: int)
 
     So the labels' terms are subtracted in float32 and rounded once. Equal labels of a row have the same element.
     """
-    columns = jnp.where(formulas.is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
+    columns = jnp.where(is_column(tokens.labels, vocab), tokens.labels, dz.shape[1])
     if factor is None:
         rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
         return dz.at[rows, columns].set(at_labels.astype(dz.dtype), mode="drop"), None

@@ -8,7 +8,7 @@ calls the epilogue for each of its parts:
     acc, 64 rows of a tile of x @ w, float32, in the registers of a warpgroup
       │  + bias, softcap, temperature; -inf from column V on
       ▼
-      z ──► per row: its `Statistics`                                       (tiles, rows), merged by ⊕ outside
+      z ──► per row: its `Statistics`                                       (tiles, rows), see `merge_kernel.py`
       ├───► the winner of a draw (`draw_ptx.py`), before the temperature      (tiles, rows)
       ├───► z at several labels (`several_labels.py`)                       (rows * K,)
       ├───► exp(z - reference) * slope of the softcap, or the gradient        (rows, V), 16-bit

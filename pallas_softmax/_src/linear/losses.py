@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_softmax._src import normalizers
 from pallas_softmax._src.dispatch.mesh_types import vary_together
-from pallas_softmax._src.masks import at
+from pallas_softmax._src.masks import at, is_column
 from pallas_softmax._src.normalizers import Normalizer
 from pallas_softmax._src.softmax.mesh import combine_shards
-from pallas_softmax._src.stats.xla import is_column
 from pallas_softmax._src.temperatures import is_zero, times_power
 
 
@@ -58,9 +58,12 @@ class Columns(NamedTuple):
     teacher_bias: Any = None  # (V,)
 
 
+_LEAST = float(np.float32(1e-37))  # a little less, so that it is accepted in float32 and in float64
+
+
 def is_positive(a: Any) -> Any:
     """Returns which numbers are in the range of softcaps and positive temperatures."""
-    return (a >= 1e-37) & (a <= 1e37)
+    return (a >= _LEAST) & (a <= 1e37)
 
 
 def is_temperature(t: Any) -> Any:

@@ -119,7 +119,7 @@ def _exponentials(layer: Projection, x, tokens: Tokens) -> Any:
 
     def exponentials(reference) -> Any:
         sums, e = row_sums(x, w, bias, tokens, reference, head=head)
-        return reference, _merged_tiles(sums, tokens, len(x), layer.vocab, plain=True)[0], e
+        return reference, _merged_tiles(sums, tokens, len(x), layer.vocab, one_reference=True)[0], e
 
     def out_of_range(sums: Statistics):
         d = largest(sums.normalizer.d)

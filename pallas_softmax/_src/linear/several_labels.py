@@ -26,7 +26,7 @@ from pallas_softmax._src.gpu.ptx import predicated
 from pallas_softmax._src.gpu.ptx.inline import REF, array, elements, inline
 from pallas_softmax._src.linear.plan import TILE_N, WARPGROUP_ROWS
 from pallas_softmax._src.linear.product import Place
-from pallas_softmax._src.stats.xla import is_column
+from pallas_softmax._src.masks import is_column
 
 _NO_COLUMN = 2**30  # after all columns; its int32 distance to a column cannot overflow
 

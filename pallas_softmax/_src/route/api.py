@@ -90,7 +90,8 @@ def route(
         static int; `renormalize` is not a bool; or `scale` is not a real number.
       ValueError: `k` is out of range, or more than the experts of `top_groups` groups; `groups` does not divide E;
         `top_groups` is not from 1 to `groups`; `group_best` is not from 1 to the size of a group; `bias` has another
-        shape; `scale` is no scalar, or a known one that is not finite; or `score` or `implementation` is unknown.
+        shape; `scale` is no scalar, or a static one that is not finite in float32 (float64 for float64
+        logits); or `score` or `implementation` is unknown.
       NotImplementedError: the named implementation cannot run this call (the message says why), or a gradient in
         `scale` is wanted.
 
@@ -160,7 +161,7 @@ def _groups(name: str, groups, top_groups, group_best, experts: int) -> Groups:
 def _scale(name: str, scale, dtype) -> tuple[float, jax.Array | None]:
     """Returns the static scale, and None; or 1 and a scale that may be traced, without a gradient.
 
-    `dtype` is the dtype of the weights, which are computed in float32 or wider.
+    `dtype` is the dtype of the weights. They are computed in float32 or wider.
     """
     if scale is None:
         return 1.0, None
@@ -173,6 +174,7 @@ def _scale(name: str, scale, dtype) -> tuple[float, jax.Array | None]:
         number = float(scale)
     except OverflowError:
         number = np.inf
-    if not abs(number) <= max(float(jnp.finfo(of).max) for of in (dtype, jnp.float32)):
-        raise ValueError(f"{name}: scale must be a finite number in the range of floats, got {scale!r}")
+    wide = jnp.finfo(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    if not abs(number) <= float(wide.max):
+        raise ValueError(f"{name}: scale must be a finite number in the range of {wide.dtype.name}, got {scale!r}")
     return number, None

@@ -76,7 +76,7 @@ STEP_BLOCKS = 4  # blocks that a CTA waits for together; each has 128 vectors of
 #                                                   8 blocks    4 blocks
 #     logsumexp of (64, 128256) bfloat16, 4 parts    7.8 us      8.4 us
 #     softmax of (2000, 516096), without turns       3.01 ms     3.20 ms
-#     backward of (2000, 516096), steps read twice   4.61 ms     4.48 ms
+#     float32 backward of it, steps read twice       4.61 ms     4.48 ms
 LONG_STEP_BLOCKS = 8
 LONG_SEGMENT_ELEMENTS = 31_000  # longer segments are among the longest
 
@@ -99,9 +99,10 @@ MASK_REGISTERS = 32
 #                                no turns    4 turns    8 turns    all rows by 7 clusters
 #     (512, 500009)               777 us     730 us     715 us            695 us
 #     (256, 1000000) bfloat16     454 us     417 us     397 us            384 us
-#     backward on an H200:
-#     (1024, 262144)              926 us                794 us     (two launches: 1191 us)
-#     (2000, 516096) bfloat16    1643 us               1406 us     (two launches: 2290 us)
+#
+#     backward (H200)             two launches    no turns    8 turns
+#     (1024, 262144)                1191 us        926 us      794 us
+#     (2000, 516096) bfloat16       2290 us       1643 us     1406 us
 #
 # A GPU may have room for more or fewer clusters than FULL_CLUSTERS: the number differs from chip to chip. Short turns
 # then leave less of the GPU idle.
@@ -408,7 +409,7 @@ def _in_turns_if_alone(problem: _Problem, clustered: Parts) -> Parts:
 def _reading_again(problem: _Problem, clustered: Parts) -> Parts | None:
     """Returns parts in turns that read some steps twice; None if two launches access memory less.
 
-    Two launches read everything twice, and write it once. A mask rules turns out: the first read makes masked elements
+    Two launches read everything twice, and write it once. A mask rules this out: the first read makes masked elements
     neutral in shared memory, and a second one would undo that.
     """
     if not problem.hopper or problem.fits(clustered) or problem.masked or problem.only_read:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_softmax._src import normalizers, sort_keys
-from pallas_softmax._src.masks import at, logits_of, mask_at, masked, positions, sum_over
+from pallas_softmax._src.masks import at, is_column, logits_of, mask_at, masked, positions, sum_over
 from pallas_softmax._src.normalizers import Moments
 from pallas_softmax._src.temperatures import Temperature
 
@@ -128,10 +128,6 @@ def _own_columns(labels, logits, mesh_axes):
     columns = labels - lax.axis_index(mesh_axes) * logits.shape[-1] if mesh_axes else labels
     own = is_column(columns, logits.shape[-1])
     return own, jnp.where(own, columns, 0)
-
-
-def is_column(labels, vocab: int):
-    return (labels >= 0) & (labels < vocab)
 
 
 def token_stats_grad(residuals, where, labels, g_lse, g_entropy, g_label, g_d, g_t, *, scaled, mesh_axes=()):
