@@ -63,8 +63,6 @@ HALF_READ_PART_ELEMENTS = 32_100  # in several CTAs
 HALF_STATS_ROW_ELEMENTS = 26_000  # in one CTA
 HALF_STATS_PART_ELEMENTS = 33_000  # in several CTAs
 
-# --- Two launches -------------------------------------------------------------------------------------
-
 SPLIT = 256  # in two launches, the number of segments is a multiple of this: about two per multiprocessor
 
 # --- Steps --------------------------------------------------------------------------------------------
