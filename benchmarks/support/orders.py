@@ -73,7 +73,7 @@ def _in_lanes(n: int) -> dict[Any, dict[str, Any]]:
 
 def _in_parts(n: int, filtered: bool) -> dict[Any, dict[str, Any]]:
     """Returns planners for n parts or shares. If these do not fit, softmax has two launches, and top-k more parts."""
-    no_limits = {"TILE_ELEMENTS": 0, "UNALIGNED_TILE_ELEMENTS": 0, "BACKWARD_SEGMENT_BYTES": math.inf}
+    no_limits = {"TILE_ELEMENTS": 0, "UNALIGNED_TILE_ELEMENTS": 0}
     plan_of = sample_plan.plan_of
     draws = {"plan_of": lambda v, dtype, count, warpgroups: plan_of(v, dtype, n, warpgroups)}
     return {
