@@ -241,8 +241,8 @@ def combine_lanes(lane: Sums, axis: int | None = None, broadcast: Callable | Non
 def magnitudes_from(part: Sums, shift: jax.Array, scale: Any = None) -> list[jax.Array]:
     """Returns the terms d or (d, -t) of a sum over parts, relative to `shift`; each is rounded before it is added.
 
-    Without the absolute value, a fused multiply-add might not round one of two terms. Which one depends on the code
-    around it, so lanes, or two kernels, would get different sums. No t is positive.
+    A fused multiply-add would leave one of two terms unrounded, and the code around it decides which one. Lanes, or two
+    kernels, would then get different sums. The absolute value prevents that. No t is positive.
     """
     return [jnp.abs(a) for a in _sums_from(part, shift, scale)]
 
